@@ -1,0 +1,61 @@
+# Finds a CUDA compiler that works and enables the language, or sets JR_CUDA_REASON. Architectures included.
+
+# Asked in this order: $CUDACXX, $CUDA_HOME, $CUDA_PATH, PATH, the usual place, NVIDIA's packages for Python. The last
+# may lie in the environment of the build or, where pip isolates the build, in that of the interpreter it installs to.
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/nvidia_packages.py"
+  OUTPUT_VARIABLE jr_package_dirs OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+string(REPLACE "\n" ";" jr_package_dirs "${jr_package_dirs}")
+if(NOT "$ENV{CUDACXX}" STREQUAL "")
+  set(JR_NVCC "$ENV{CUDACXX}")
+endif()
+find_program(JR_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin
+  NO_CMAKE_PATH NO_CMAKE_SYSTEM_PATH NO_CACHE)
+find_program(JR_NVCC nvcc PATHS /usr/local/cuda ${jr_package_dirs} PATH_SUFFIXES bin NO_DEFAULT_PATH NO_CACHE)
+
+if(NOT JR_NVCC)
+  set(JR_CUDA_REASON "no nvcc on PATH, in CUDA_HOME or among NVIDIA's Python packages")
+  return()
+endif()
+
+# The architectures that this nvcc knows, of those that we want.
+execute_process(COMMAND "${JR_NVCC}" --list-gpu-code OUTPUT_VARIABLE known ERROR_VARIABLE error RESULT_VARIABLE result)
+if(NOT result EQUAL 0)
+  set(JR_CUDA_REASON "${JR_NVCC} does not run: ${error}")
+  return()
+endif()
+if(JR_CUDA_ARCHITECTURES STREQUAL "all")
+  set(wanted 75 80 86 89 90 100 120)
+else()
+  string(REGEX REPLACE "[, ]+" ";" wanted "${JR_CUDA_ARCHITECTURES}")
+endif()
+set(architectures "")
+foreach(architecture IN LISTS wanted)
+  if(known MATCHES "sm_${architecture}\n")
+    list(APPEND architectures ${architecture})
+  elseif(NOT JR_CUDA_ARCHITECTURES STREQUAL "all")
+    message(FATAL_ERROR "JR_CUDA_ARCHITECTURES names ${architecture}, which ${JR_NVCC} does not know")
+  endif()
+endforeach()
+# Machine code for each; PTX for the oldest and the newest, for GPUs between and after them.
+list(GET architectures 0 oldest)
+list(GET architectures -1 newest)
+list(TRANSFORM architectures APPEND "-real")
+set(CMAKE_CUDA_ARCHITECTURES ${architectures} ${oldest}-virtual ${newest}-virtual)
+list(REMOVE_DUPLICATES CMAKE_CUDA_ARCHITECTURES)
+
+# check_language tries the compiler in a project of its own, where a failure (a host compiler that is too new, a part
+# of the toolkit that is missing) can be told instead of ending the build.
+set(ENV{CUDACXX} "${JR_NVCC}")
+if(NOT CMAKE_CUDA_COMPILER)
+  unset(CMAKE_CUDA_COMPILER CACHE)
+endif()
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  set(JR_CUDA_REASON "${JR_NVCC} was found, but does not compile with ${CMAKE_CXX_COMPILER}")
+  return()
+endif()
+enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.1)
+  set(JR_CUDA_REASON "${JR_NVCC} is CUDA ${CMAKE_CUDA_COMPILER_VERSION}, and 12.1 is the oldest supported")
+endif()
