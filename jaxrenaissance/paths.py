@@ -1,8 +1,8 @@
-"""Paths of leaves, the patterns that match them, and trees of bools: how every option of the library names leaves."""
+"""Paths of leaves, and how options select leaves: by pattern, by function, by tree."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.tree_util as jtu
 import numpy as np
@@ -19,54 +19,124 @@ def path_string(key_path: jtu.KeyPath) -> str:
 def matches(pattern: str, path: str) -> bool:
     """Whether a glob pattern matches the *whole* path.
 
-    `*` matches anything, "/" included, `?` one character, `[ab]` one of a set; upper and lower case differ. So "*/bias" and
-    "head/*" are what one mostly wants, and "bias" matches only a leaf at the top.
+    `*` matches anything, "/" included, `?` one character, `[ab]` one of a set; case counts. So
+    "*/bias" and "head/*" are what one mostly wants, and "bias" matches only a leaf at the top.
     """
     return fnmatchcase(path, pattern)
 
 
-def check_matched(patterns: Iterable[str], paths: Iterable[str], argument: str) -> None:
+def check_matched(patterns: Iterable[str], paths: Sequence[str], argument: str) -> None:
     """Raises a ValueError for the first pattern that matches none of the paths."""
-    paths = list(paths)
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{argument}: expected a pattern, got {pattern!r}")
         if not any(matches(pattern, path) for path in paths):
-            some = ", ".join(repr(path) for path in paths[:3]) + (", …" if len(paths) > 3 else "")
+            leaves = ", ".join(map(repr, paths[:3])) + ", …" * (len(paths) > 3)
             raise ValueError(
-                f"{argument}: the pattern {pattern!r} matches no leaf. A pattern is matched against the whole path, "
-                f'so "*" may be missing. The leaves are {some or "none: the tree is empty"}'
+                f"{argument}: the pattern {pattern!r} matches no leaf. Patterns match the whole "
+                f'path ("*/bias", "head/*"). The leaves are: {leaves or "none"}'
             )
 
 
-def is_bool(value: Any) -> bool:
-    """Whether a value is a Python or NumPy bool."""
-    return isinstance(value, bool | np.bool_)
+def is_function(value: Any) -> TypeGuard[Callable[..., Any]]:
+    """Whether an option is a function rather than a tree.
+
+    A tree may be callable as well: an Equinox module of bools has the model's `__call__`.
+    """
+    return callable(value) and jtu.all_leaves([value])
 
 
 def flatten_bools(prefix: Any, tree: Any, argument: str) -> list[bool]:
-    """Expands a tree of bools, or a prefix of one, to one bool for each leaf of `tree`, in flatten order.
+    """Expands a tree of bools, or a prefix of one, to a bool for each leaf, in flatten order.
 
     Raises:
-        ValueError: naming `argument`, where the structures differ or something is not a bool (with its path).
+        ValueError: if the structures differ, or something is not a bool; names its path.
     """
     flags: list[bool] = []
+    found: list[tuple[jtu.KeyPath, Any]] = []
 
     def expand(key_path: jtu.KeyPath, flag: Any, subtree: Any) -> None:
-        if not is_bool(flag):
-            raise _NotABool(
-                f"{argument}: expected a bool at {path_string(key_path)!r}, got {flag!r}"
-            )
-        flags.extend([bool(flag)] * len(jtu.tree_leaves(subtree)))
+        found.append((key_path, flag))
+        flags.extend([flag] * len(jtu.tree_leaves(subtree)))
 
     try:
         jtu.tree_map_with_path(expand, prefix, tree)
-    except _NotABool:
-        raise
-    except (ValueError, TypeError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{argument}: the tree of bools is not the parameters' tree nor a prefix of it: {error}"
+            f"{argument}: expected a tree of bools with the parameters' structure, or a prefix of "
+            f"it: {error}"
         ) from error
-    return flags
+    for key_path, flag in found:
+        _check_bool(flag, path_string(key_path), argument)
+    return [bool(flag) for flag in flags]
 
 
-class _NotABool(ValueError):
-    pass
+def select_trained(
+    trainable: Any, tree: Any, paths: Sequence[str], leaves: Sequence[Any]
+) -> list[bool]:
+    """Whether each leaf is trained, from `trainable=` of `MemoryPlan.build`."""
+    if trainable is None:
+        return [True] * len(paths)
+    patterns = [trainable] if isinstance(trainable, str) else trainable
+    if _is_list_of_patterns(patterns):
+        check_matched(patterns, paths, "trainable")
+        return [any(matches(pattern, path) for pattern in patterns) for path in paths]
+    if is_function(trainable):
+        flags = [trainable(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        for path, flag in zip(paths, flags, strict=True):
+            _check_bool(flag, path, "trainable")
+    else:
+        flags = flatten_bools(trainable, tree, "trainable")
+    if not any(flags):
+        raise ValueError("trainable: selects no leaf, so there is nothing to train")
+    return [bool(flag) for flag in flags]
+
+
+def stacked_axes(
+    stacked: int | Mapping[str, int] | Callable[[str, Any], int] | None,
+    paths: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    leaves: Sequence[Any],
+    trained: Sequence[bool],
+) -> list[int]:
+    """The stacked axes of each leaf, 0 if not trained, from `stacked=` of `MemoryPlan.build`."""
+    if stacked is None:
+        return [0] * len(paths)
+    if isinstance(stacked, Mapping):
+        check_matched(stacked, paths, "stacked")
+    axes = [0] * len(paths)
+    for i, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
+        if not trained[i]:
+            continue
+        if isinstance(stacked, Mapping):
+            count = _by_pattern(stacked, path)
+        else:
+            count = stacked(path, leaves[i]) if callable(stacked) else stacked
+        if not is_int(count) or not 0 <= count <= len(shape):
+            raise ValueError(
+                f"stacked: expected an int from 0 to {len(shape)} for the leaf {path!r} of shape "
+                f"{shape}, got {count!r}"
+            )
+        axes[i] = int(count)
+    return axes
+
+
+def is_int(value: Any) -> bool:
+    """Whether a value is an int and not a bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _check_bool(flag: Any, path: str, argument: str) -> None:
+    if not isinstance(flag, bool | np.bool_):
+        raise ValueError(f"{argument}: expected a bool for {path!r}, got {flag!r}")
+
+
+def _is_list_of_patterns(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(item, str) for item in value)
+
+
+def _by_pattern(stacked: Mapping[str, int], path: str) -> int:
+    found = {pattern: count for pattern, count in stacked.items() if matches(pattern, path)}
+    if len(set(found.values())) > 1:
+        raise ValueError(f"stacked: patterns disagree about the leaf {path!r}: {found}")
+    return next(iter(found.values()), 0)

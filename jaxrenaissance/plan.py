@@ -1,8 +1,8 @@
-"""MemoryPlan: where every leaf of a model lies in the arenas. Built from shapes alone, by no native code."""
+"""MemoryPlan: where every leaf of a model lies in the arenas, from shapes alone."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -11,29 +11,35 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .paths import check_matched, flatten_bools, is_bool, matches, path_string
-from .regions import BIAS_LIKE, WEIGHTS, MemRange, Region
-from .rules import classify
+from .paths import flatten_bools, is_function, is_int, path_string, select_trained, stacked_axes
+from .regions import BIAS_LIKE, W_REGIONS, MemRange, Region
+from .rules import classify, override
 
 SEGMENT_BYTES = 128
 """Every segment starts on a multiple of this many bytes."""
 
 GROUPS = ("decay", "no decay")
-"""Names of the groups of leaves that share hyperparameters; a leaf's group is an index into this."""
+"""Names of the groups of leaves that share hyperparameters; a leaf's group indexes this."""
 
 Rules = Callable[[str, jax.ShapeDtypeStruct], Region | None]
 Stacked = int | Mapping[str, int] | Callable[[str, jax.ShapeDtypeStruct], int]
-Trainable = Any  # str | Sequence[str] | Callable[[str, Any], bool] | a pytree of bools
-Mask = Any  # None | Literal["weights"] | bool | Callable[[Any], Any] | a pytree of bools
 
 _ARENA_OF = {
-    "float32": "float32",
-    "bfloat16": "float32",
-    "float16": "float32",
-    "float64": "float64",
+    "float32": np.dtype("float32"),
+    "bfloat16": np.dtype("float32"),
+    "float16": np.dtype("float32"),
+    "float64": np.dtype("float64"),
 }
-_ARENA_DTYPES = (np.dtype("float32"), np.dtype("float64"))
-_W_REGIONS = BIAS_LIKE + WEIGHTS
+_MOMENTS = {
+    "sgd": 0,
+    "momentum": 1,
+    "nesterov": 1,
+    "lars": 1,
+    "lion": 1,
+    "adam": 2,
+    "adamw": 2,
+    "lamb": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Leaf:
         region: its region in series W.
         rule: which rule put it there.
         group: index into `GROUPS`.
-        stacked: how many leading axes come from a scan or vmap over layers; each slice is a segment.
+        stacked: how many leading axes come from a scan or vmap; each slice is a segment.
         arena: index into `MemoryPlan.arenas`.
         offset: where its first segment starts, in elements of the arena.
         size: its elements, without padding.
@@ -70,12 +76,12 @@ class ArenaLayout:
 
     Attributes:
         dtype: float32 or float64.
-        size: elements, a multiple of `128 * shards` bytes.
-        leaves: indices into `MemoryPlan.leaves` in arena order: by region, then as the tree is flattened.
+        size: elements; a multiple of `128 * shards` bytes.
+        leaves: indices into `MemoryPlan.leaves` in arena order: by region, then as in the tree.
         shapes: the leaves' shapes, in arena order.
-        segments: int64 [n, 5], read-only, in increasing start. Columns: start, size (both in elements), leaf (its
-            position in arena order), offset inside the leaf (elements), group. A stacked leaf has a row for each slice;
-            a leaf without elements has none.
+        segments: int64 [n, 5], read-only, in increasing start. Columns: start, size (elements),
+            leaf (its position in arena order), offset inside the leaf (elements), group. A stacked
+            leaf has a row for each slice; a leaf without elements has none.
     """
 
     dtype: np.dtype
@@ -93,12 +99,8 @@ class ArenaLayout:
         return self.size * self.dtype.itemsize
 
     @cached_property
-    def _content(self) -> tuple[Any, ...]:
-        return self.dtype, self.size, self.leaves, self.shapes, self.segments.tobytes()
-
-    @cached_property
     def _hash(self) -> int:
-        return hash(self._content)
+        return hash((self.dtype, self.size, self.leaves, self.shapes, self.segments.tobytes()))
 
     def __hash__(self) -> int:
         return self._hash
@@ -108,17 +110,20 @@ class ArenaLayout:
             return True
         if not isinstance(other, ArenaLayout):
             return NotImplemented
-        return hash(self) == hash(other) and self._content == other._content
-
-    def __repr__(self) -> str:
         return (
-            f"ArenaLayout({self.dtype}[{self.size}], {len(self.leaves)} leaves, "
-            f"{len(self.segments)} segments)"
+            hash(self) == hash(other)
+            and (self.dtype, self.size) == (other.dtype, other.size)
+            and (self.leaves, self.shapes) == (other.leaves, other.shapes)
+            and np.array_equal(self.segments, other.segments)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the cached hash, which holds in one process only.
+        # Leaves the cached hash behind: strings hash differently in another process.
         return ArenaLayout, (self.dtype, self.size, self.leaves, self.shapes, self.segments)
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.leaves)} leaves, {len(self.segments)} segments"
+        return f"ArenaLayout({self.dtype}[{self.size}], {counts})"
 
 
 @dataclass(frozen=True)
@@ -126,62 +131,48 @@ class PlanConfig:
     """Which series an optimizer needs beside the weights. What is not needed is not allocated.
 
     Attributes:
-        moments: how many moments it keeps for each parameter: 0, 1 (M) or 2 (M and V).
+        moments: 0, 1 (M) or 2 (M and V).
         ema: whether an exponential moving average of the weights is kept.
     """
 
     moments: int
     ema: bool = False
 
-    @classmethod
-    def for_kind(cls, kind: str, *, ema: bool = False) -> "PlanConfig":
+    @staticmethod
+    def for_kind(kind: str, *, ema: bool = False) -> "PlanConfig":
         """The series that an optimizer of this kind needs.
 
         Raises:
             ValueError: if the kind is unknown.
         """
         if kind not in _MOMENTS:
-            raise ValueError(f"kind: expected one of {', '.join(_MOMENTS)}, got {kind!r}")
-        return cls(_MOMENTS[kind], ema)
+            raise ValueError(f"kind: expected one of {', '.join(_MOMENTS)}; got {kind!r}")
+        return PlanConfig(_MOMENTS[kind], ema)
 
     @property
     def series(self) -> int:
-        """How many arenas of the plan's size are allocated, the weights' included."""
+        """How many series are allocated, the weights included."""
         return 1 + self.moments + self.ema
-
-
-_MOMENTS = {
-    "sgd": 0,
-    "momentum": 1,
-    "nesterov": 1,
-    "lars": 1,
-    "lion": 1,
-    "adam": 2,
-    "adamw": 2,
-    "lamb": 2,
-}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MemoryPlan:
-    """Every leaf's path, shape, dtype, region, group and offset. Static, hashable, equal by identity first.
+    """Every leaf's path, shape, dtype, region, group and offset.
 
-    All series (weights, gradients, moments, EMA) share one layout, so one offset serves all of them.
+    Static, hashable, equal by identity first and by content then. All series (weights, gradients,
+    moments, EMA) share one layout, so one offset serves all of them.
 
     Attributes:
-        leaves: the trained leaves, as the tree is flattened.
+        leaves: the trained leaves, in the tree's order.
         treedef: of the whole tree, leaves that are not trained included.
-        trained: whether a leaf is trained, for each leaf of the whole tree.
-        arenas: at most two: float32 first, then float64; only those that hold a leaf.
+        trained: whether it is trained, for each leaf of the whole tree.
+        arenas: at most two, float32 before float64; only those that hold a leaf.
     """
 
     leaves: tuple[Leaf, ...]
-    treedef: jtu.PyTreeDef
+    treedef: jtu.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]: JAX exports a variable
     trained: tuple[bool, ...]
     arenas: tuple[ArenaLayout, ...]
-    _starts: tuple[tuple[int, ...], ...] = field(
-        repr=False
-    )  # Where each region starts, and the last one ends.
 
     @staticmethod
     def build(
@@ -189,87 +180,91 @@ class MemoryPlan:
         *,
         rules: Rules | None = None,
         stacked: Stacked | None = None,
-        trainable: Trainable = None,
-        mask: Mask = None,
+        trainable: Any = None,
+        mask: Any = None,
         shards: int = 1,
     ) -> "MemoryPlan":
         """Plans the arenas of a tree of parameters.
 
-        Float32, bfloat16 and float16 leaves lie in an arena of float32, float64 leaves in one of float64.
+        Float32, bfloat16 and float16 leaves lie in an arena of float32, float64 leaves in one of
+        float64. Patterns match the whole path, and `*` matches "/" too: "*/bias", "head/*".
 
         Args:
-            tree: arrays, tracers or `jax.ShapeDtypeStruct`s; only shapes and dtypes are looked at.
-            rules: function (path, `ShapeDtypeStruct`) → `Region` of series W, or None where the default rules
-                are to decide.
-            stacked: how many leading axes come from a scan or vmap over layers: one number for all leaves, a mapping
-                from a pattern to a number, or a function (path, `ShapeDtypeStruct`) → number. Each slice is a segment with
-                its own norms, and the rules count its rank without these axes.
-            trainable: which leaves are trained: a glob pattern or a list of them, a function (path, leaf) → bool, or a
-                tree of bools (a prefix of the parameters' tree will do). By default all are, and each must be of a
-                dtype that an arena can hold.
-            mask: which leaves have weight decay. None or "weights": the weight regions. True, False: all, none. A tree
-                of bools (or a prefix), or a function from the parameters to one: as in optax, it decides alone.
-            shards: the arenas' size is padded to a multiple of 128 bytes times this, so that they can be cut in equal parts.
-
-        Patterns match the whole path, `*` matches "/" too: "*/bias", "head/*".
+            tree: arrays, tracers or `jax.ShapeDtypeStruct`s; only shape and dtype are looked at.
+            rules: function (path, `ShapeDtypeStruct`) → `Region` of series W, or None where the
+                default rules are to decide.
+            stacked: how many leading axes come from a scan or vmap over layers: a number for all
+                leaves, a mapping from patterns to numbers, or a function (path,
+                `ShapeDtypeStruct`) → number. Each slice is a segment with norms of its own, and
+                the default rules see its shape without these axes.
+            trainable: which leaves are trained: a pattern, a list of patterns, a function (path,
+                `ShapeDtypeStruct`) → bool, or a tree of bools (or a prefix of one). By default
+                all, and then each must be of a dtype that an arena holds.
+            mask: which leaves have weight decay. None or "weights": those in weight regions. As in
+                optax, a bool, a tree of bools (or a prefix of one) or a function from the
+                parameters to one decides alone.
+            shards: into how many equal parts the arenas can be cut; a multiple of 128 bytes each.
 
         Raises:
-            ValueError: where an argument is not one of these, a pattern matches nothing, or a trained leaf cannot lie
-                in an arena. The message names the argument and the leaf's path.
+            ValueError: where an argument is none of these, a pattern matches no leaf, or a trained
+                leaf cannot lie in an arena. It names the argument and the leaf's path.
         """
-        if isinstance(shards, bool) or not isinstance(shards, int | np.integer) or shards < 1:
+        if not is_int(shards) or shards < 1:
             raise ValueError(f"shards: expected a positive int, got {shards!r}")
         flat, treedef = jtu.tree_flatten_with_path(tree)
         paths = [path_string(key_path) for key_path, _ in flat]
         given = [_struct(leaf) for _, leaf in flat]
-        trained = _trained(trainable, tree, paths, given)
+        trained = select_trained(trainable, tree, paths, given)
         for path, leaf, is_trained in zip(paths, given, trained, strict=True):
-            if is_trained:
-                _check_holdable(path, leaf, trainable is not None)
+            if is_trained and _arena_dtype(leaf) is None:
+                raise ValueError(_cannot_hold(path, leaf, selected=trainable is not None))
 
-        axes = _stacked_axes(stacked, paths, given, trained)
-        slices = [tuple(getattr(x, "shape", ()))[n:] for x, n in zip(given, axes, strict=True)]
-        regions = classify(paths, slices)
+        shapes = [x.shape if isinstance(x, jax.ShapeDtypeStruct) else () for x in given]
+        axes = stacked_axes(stacked, paths, shapes, given, trained)
+        decisions = classify(paths, [shape[n:] for shape, n in zip(shapes, axes, strict=True)])
         if rules is not None:
-            regions = _user_rules(rules, paths, given, trained, regions)
-        groups = _groups(mask, tree, [region for region, _ in regions])
+            decisions = override(decisions, rules, paths, given, trained)
+        groups = _groups(mask, tree, [region for region, _ in decisions])
 
         chosen = [i for i, is_trained in enumerate(trained) if is_trained]
-        leaves: list[Leaf | None] = [None] * len(chosen)
-        arenas, starts = [], []
-        for dtype in _ARENA_DTYPES:
-            held = [k for k, i in enumerate(chosen) if _ARENA_OF[given[i].dtype.name] == dtype.name]
-            if not held:
+        position = {i: k for k, i in enumerate(chosen)}
+        placed: dict[int, Leaf] = {}
+        arenas: list[ArenaLayout] = []
+        for dtype in dict.fromkeys(_ARENA_OF.values()):
+            order = [i for i in chosen if _arena_dtype(given[i]) == dtype]
+            if not order:
                 continue
-            held.sort(
-                key=lambda k: regions[chosen[k]][0]
-            )  # Stable: the tree's order inside a region.
-            layout, offsets, bounds = _lay_out(
-                dtype,
-                tuple(held),
-                tuple(given[chosen[k]].shape for k in held),
-                [axes[chosen[k]] for k in held],
-                [groups[chosen[k]] for k in held],
-                [regions[chosen[k]][0] for k in held],
-                int(shards),
+            order.sort(key=lambda i: decisions[i][0])  # Stable: in a region as in the tree.
+            offsets, size, segments = _lay_out(
+                SEGMENT_BYTES // dtype.itemsize,
+                [shapes[i] for i in order],
+                [axes[i] for i in order],
+                [groups[i] for i in order],
             )
-            for k, offset in zip(held, offsets, strict=True):
-                i = chosen[k]
-                region, rule = regions[i]
-                shape = given[i].shape
-                leaves[k] = Leaf(
-                    paths[i], shape, np.dtype(given[i].dtype), region, rule, groups[i], axes[i],
-                    len(arenas), offset, prod(shape),
-                )  # fmt: skip
-            arenas.append(layout)
-            starts.append(bounds)
-        return MemoryPlan(
-            tuple(leaf for leaf in leaves if leaf is not None),
-            treedef,
-            tuple(trained),
-            tuple(arenas),
-            tuple(starts),
-        )
+            for i, offset in zip(order, offsets, strict=True):
+                placed[i] = Leaf(
+                    path=paths[i],
+                    shape=shapes[i],
+                    dtype=np.dtype(given[i].dtype),
+                    region=decisions[i][0],
+                    rule=decisions[i][1],
+                    group=groups[i],
+                    stacked=axes[i],
+                    arena=len(arenas),
+                    offset=offset,
+                    size=prod(shapes[i]),
+                )
+            arenas.append(
+                ArenaLayout(
+                    dtype,
+                    _round_up(size, SEGMENT_BYTES // dtype.itemsize * int(shards)),
+                    tuple(position[i] for i in order),
+                    tuple(shapes[i] for i in order),
+                    segments,
+                )
+            )
+        leaves = tuple(placed[i] for i in chosen)
+        return MemoryPlan(leaves, treedef, tuple(trained), tuple(arenas))
 
     @property
     def num_groups(self) -> int:
@@ -282,45 +277,58 @@ class MemoryPlan:
         return sum(leaf.size for leaf in self.leaves)
 
     @property
-    def padding(self) -> int:
+    def padding_bytes(self) -> int:
         """Bytes of padding in one series."""
-        return self.bytes(1) - sum(
-            leaf.size * self.arenas[leaf.arena].dtype.itemsize for leaf in self.leaves
-        )
+        used = sum(leaf.size * self.arenas[leaf.arena].dtype.itemsize for leaf in self.leaves)
+        return self.bytes() - used
 
     def bytes(self, series: int = 1) -> int:
         """Bytes of this many series, padding included."""
         return series * sum(arena.nbytes for arena in self.arenas)
 
     def total_bytes(self, config: PlanConfig) -> int:
-        """Bytes of weights, moments and EMA under a configuration."""
+        """Bytes of the weights, the moments and the EMA that a configuration needs."""
         return self.bytes(config.series)
 
     def region_range(self, first: Region, last: Region | None = None, arena: int = 0) -> MemRange:
-        """The range of consecutive regions, padding between and behind their segments included.
+        """The range of consecutive regions, with the padding that follows their segments.
 
-        Neighbouring regions meet, so the bias-like regions and the weight regions are one contiguous range each. The
-        padding for shards belongs to no region. All series share a layout: regions of G, M and V have W's ranges.
+        Neighbouring regions meet, so that the bias-like regions are one range and the weight
+        regions the next. What pads the arena for shards belongs to no region. Series G, M and V
+        have the same ranges as W.
 
         Args:
-            first, last: regions of one series, `first` not behind `last`, which is `first` by default.
+            first, last: regions of one series, in order; `last` is `first` if None.
             arena: index into `arenas`.
 
         Raises:
-            ValueError: if the regions are not in order or of one series, or hold no leaves, or there is no such arena.
+            ValueError: if they are not in order, not of one series, or N or S, which hold no
+                leaves; or if there is no such arena.
         """
         last = first if last is None else last
         if first.series != last.series or first > last:
             raise ValueError(
-                f"last: expected a region of series {first.series}, not before {first.name}, got {last.name}"
+                f"last: expected a region of series {first.series} not before {first.name}, "
+                f"got {last.name}"
             )
         if not 0 <= arena < len(self.arenas):
-            raise ValueError(
-                f"arena: expected an index into {len(self.arenas)} arenas, got {arena}"
-            )
-        starts = self._starts[arena]
-        offset = starts[first.base]
-        return MemRange(offset, starts[last.base + 1] - offset)
+            raise ValueError(f"arena: expected an index into {len(self.arenas)}, got {arena}")
+        starts = self._region_starts[arena]
+        start, end = starts[first.base], starts[last.base + 1]
+        return MemRange(start, end - start)
+
+    @cached_property
+    def _region_starts(self) -> list[list[int]]:
+        """Where each region of each arena starts, and where the last one ends."""
+        result = []
+        for arena in self.arenas:
+            leaves = [self.leaves[i] for i in arena.leaves]
+            end = int(sum(arena.segments[-1, :2])) if len(arena.segments) else 0
+            end = _round_up(end, SEGMENT_BYTES // arena.dtype.itemsize)
+            offsets = [*(leaf.offset for leaf in leaves), end]
+            firsts = np.searchsorted([leaf.region for leaf in leaves], range(len(W_REGIONS) + 1))
+            result.append([offsets[i] for i in firsts])
+        return result
 
     @cached_property
     def _hash(self) -> int:
@@ -336,14 +344,12 @@ class MemoryPlan:
             return NotImplemented
         return (
             hash(self) == hash(other)
-            and self.trained == other.trained
-            and self.arenas == other.arenas
-            and self.leaves == other.leaves
-            and self.treedef == other.treedef
+            and (self.trained, self.arenas) == (other.trained, other.arenas)
+            and (self.leaves, self.treedef) == (other.leaves, other.treedef)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MemoryPlan, (self.leaves, self.treedef, self.trained, self.arenas, self._starts)
+        return MemoryPlan, (self.leaves, self.treedef, self.trained, self.arenas)
 
     def __repr__(self) -> str:
         arenas = "".join(f", {arena.dtype}[{arena.size}]" for arena in self.arenas)
@@ -359,230 +365,131 @@ class MemoryPlan:
             all: every leaf, where `str(plan)` leaves out the middle of more than 60.
         """
         order = [self.leaves[i] for arena in self.arenas for i in arena.leaves]
-        rows = [
+        header = ("path", "shape", "dtype", "region", "group", "rule", "offset", "size")
+        shown, left_out = order, 0
+        if len(order) > _MAX_ROWS and not all:
+            shown, left_out = order[:_HEAD] + order[-_TAIL:], len(order) - _HEAD - _TAIL
+        lines = _format_table(header, [_leaf_row(leaf) for leaf in shown], numbers=2)
+        if left_out:
+            lines.insert(1 + _HEAD, f"… {left_out:,} more")
+
+        counts = Counter((leaf.arena, leaf.region) for leaf in self.leaves)
+        regions = [
             (
-                leaf.path,
-                _shape_text(leaf),
-                leaf.dtype.name,
-                leaf.region.name,
-                GROUPS[leaf.group],
-                leaf.rule,
-                f"{leaf.offset:,}",
-                f"{leaf.size:,}",
+                str(self.arenas[i].dtype),
+                region.name,
+                *_numbers(count, *self.region_range(region, arena=i)),
             )
-            for leaf in order
+            for (i, region), count in sorted(counts.items())
         ]
-        columns = ("path", "shape", "dtype", "region", "group", "rule", "offset", "size")
-        lines = format_table(columns, rows)
-        if len(rows) > _MAX_ROWS and not all:
-            left_out = len(rows) - _HEAD - _TAIL
-            lines[1 + _HEAD : -_TAIL] = [f"… {left_out:,} more"]
-        lines += [
-            "",
-            *format_table(("arena", "region", "leaves", "offset", "size"), self._region_rows()),
-        ]
+        lines += ["", *_format_table(("arena", "region", "leaves", "offset", "size"), regions, 3)]
         frozen = len(self.trained) - len(self.leaves)
         lines += [
             "",
             f"{len(self.leaves):,} trained leaves, {self.num_parameters:,} parameters"
-            + (f", {frozen:,} leaves not trained" if frozen else ""),
-            f"{self.bytes():,} bytes a series, {self.padding:,} of them padding",
+            + (f"; {frozen:,} leaves not trained" if frozen else ""),
+            f"{self.bytes():,} bytes a series, {self.padding_bytes:,} of them padding",
         ]
         return "\n".join(lines)
-
-    def _region_rows(self) -> list[tuple[str, ...]]:
-        counts = Counter((leaf.arena, leaf.region) for leaf in self.leaves)
-        return [
-            (
-                str(arena.dtype),
-                region.name,
-                str(counts[i, region]),
-                *(f"{x:,}" for x in self.region_range(region, arena=i)),
-            )
-            for i, arena in enumerate(self.arenas)
-            for region in _W_REGIONS
-        ]
 
 
 _MAX_ROWS, _HEAD, _TAIL = 60, 30, 20
 
 
-def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, the header first, columns padded to their widest entry and numbers to the right."""
-    table = [columns, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    numeric = [
-        bool(rows) and all(row[c][:1].isdigit() for row in rows) for c in range(len(columns))
-    ]
-    return [
-        "  ".join(
-            text.rjust(width) if right else text.ljust(width)
-            for text, width, right in zip(row, widths, numeric, strict=True)
-        ).rstrip()
-        for row in table
-    ]
-
-
-def _shape_text(leaf: Leaf) -> str:
-    text = "×".join(map(str, leaf.shape)) or "()"
-    return f"{text} ({leaf.stacked} stacked)" if leaf.stacked else text
-
-
 def _struct(leaf: Any) -> Any:
-    """Shape and dtype of an array; anything else (a frozen leaf may be anything) as it is."""
+    # A leaf that is not trained may be anything, and stays as it is.
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf
 
 
-def _check_holdable(path: str, leaf: Any, chosen: bool) -> None:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is not None and getattr(dtype, "name", None) in _ARENA_OF:
-        return
-    what = f"a {type(leaf).__name__}, not an array" if dtype is None else f"of dtype {dtype}"
+def _arena_dtype(leaf: Any) -> np.dtype | None:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return None
+    return _ARENA_OF.get(leaf.dtype.name)  # By name: bfloat16 and keys are not NumPy's own.
+
+
+def _cannot_hold(path: str, leaf: Any, *, selected: bool) -> str:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        what = f"has dtype {leaf.dtype.name}"
+    else:
+        what = f"is a {type(leaf).__name__}, not an array"
     advice = (
-        "trainable= selects it: exclude it there"
-        if chosen
-        else "leave it out of training with trainable= (a pattern, a function or a tree of bools)"
+        "exclude it from trainable="
+        if selected
+        else "exclude it with trainable= (a pattern, a function or a tree of bools)"
     )
-    raise ValueError(
-        f"the leaf {path!r} is {what}; an arena holds float32, bfloat16, float16 and float64. Convert it, or {advice}"
+    return (
+        f"the leaf {path!r} {what}, which cannot be trained: an arena holds float32, bfloat16, "
+        f"float16 and float64. Convert it, or {advice}"
     )
 
 
-def _trained(
-    trainable: Trainable, tree: Any, paths: Sequence[str], leaves: Sequence[Any]
-) -> list[bool]:
-    if trainable is None:
-        return [True] * len(paths)
-    if isinstance(trainable, str):
-        trainable = [trainable]
-    if (
-        isinstance(trainable, list | tuple)
-        and trainable
-        and all(isinstance(p, str) for p in trainable)
-    ):
-        check_matched(trainable, paths, "trainable")
-        return [any(matches(pattern, path) for pattern in trainable) for path in paths]
-    if _is_function(trainable):
-        flags = [trainable(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-        for path, flag in zip(paths, flags, strict=True):
-            if not is_bool(flag):
-                raise ValueError(
-                    f"trainable: the function returned {flag!r} for {path!r}, expected a bool"
-                )
-        flags = [bool(flag) for flag in flags]
-    else:
-        flags = flatten_bools(trainable, tree, "trainable")
-    if not any(flags):
-        raise ValueError("trainable: selects no leaf, so there is nothing to train")
-    return flags
-
-
-def _stacked_axes(
-    stacked: Stacked | None, paths: Sequence[str], leaves: Sequence[Any], trained: Sequence[bool]
-) -> list[int]:
-    if stacked is None:
-        return [0] * len(paths)
-    axes: list[Any]
-    if isinstance(stacked, Mapping):
-        check_matched(stacked, paths, "stacked")
-        axes = [_stacked_by_pattern(stacked, path) for path in paths]
-    elif callable(stacked):
-        axes = [
-            stacked(path, leaf) if t else 0
-            for path, leaf, t in zip(paths, leaves, trained, strict=True)
-        ]
-    else:
-        axes = [stacked if t else 0 for t in trained]
-    for path, leaf, n in zip(paths, leaves, axes, strict=True):
-        rank = len(getattr(leaf, "shape", ()))
-        if isinstance(n, bool) or not isinstance(n, int | np.integer) or not 0 <= n <= rank:
-            raise ValueError(
-                f"stacked: expected an int from 0 to {rank} (its rank) for the leaf {path!r}, got {n!r}"
-            )
-    return [int(n) for n in axes]
-
-
-def _stacked_by_pattern(stacked: Mapping[str, int], path: str) -> int:
-    found = {pattern: n for pattern, n in stacked.items() if matches(pattern, path)}
-    if len(set(found.values())) > 1:
-        raise ValueError(
-            f"stacked: the leaf {path!r} is matched by patterns that disagree: {found}"
-        )
-    return next(iter(found.values()), 0)
-
-
-def _user_rules(
-    rules: Rules,
-    paths: Sequence[str],
-    leaves: Sequence[Any],
-    trained: Sequence[bool],
-    defaults: list[tuple[Region, str]],
-) -> list[tuple[Region, str]]:
-    decided = list(defaults)
-    for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        region = rules(path, leaf) if trained[i] else None
-        if region is None:
-            continue
-        if not isinstance(region, Region) or region not in _W_REGIONS:
-            raise ValueError(
-                f"rules: expected a Region of series W or None for the leaf {path!r}, got {region!r}"
-            )
-        decided[i] = region, "rules="
-    return decided
-
-
-def _is_function(value: Any) -> bool:
-    # A tree of bools may be callable as well: an Equinox module with a forward pass.
-    return callable(value) and jtu.all_leaves([value])
-
-
-def _groups(mask: Mask, tree: Any, regions: Sequence[Region]) -> list[int]:
+def _groups(mask: Any, tree: Any, regions: Sequence[Region]) -> list[int]:
     if mask is None or (isinstance(mask, str) and mask == "weights"):
         return [int(region in BIAS_LIKE) for region in regions]
-    if isinstance(mask, str):
-        raise ValueError(
-            f'mask: expected None, "weights", a bool, a tree of bools or a function, got {mask!r}'
-        )
-    if _is_function(mask):
+    if is_function(mask):
         mask = mask(tree)
+    elif isinstance(mask, str):
+        raise ValueError(f'mask: expected None, "weights", bools or a function, got {mask!r}')
     return [int(not decays) for decays in flatten_bools(mask, tree, "mask")]
 
 
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
 def _lay_out(
-    dtype: np.dtype,
-    held: tuple[int, ...],
-    shapes: tuple[tuple[int, ...], ...],
+    unit: int,
+    shapes: Sequence[tuple[int, ...]],
     axes: Sequence[int],
     groups: Sequence[int],
-    regions: Sequence[Region],
-    shards: int,
-) -> tuple[ArenaLayout, list[int], tuple[int, ...]]:
-    """One arena from its leaves in arena order: the layout, the leaves' offsets and the regions' bounds."""
-    unit = SEGMENT_BYTES // dtype.itemsize
-    slices = np.array([prod(shape[:n]) for shape, n in zip(shapes, axes, strict=True)], np.int64)
-    lengths = np.array([prod(shape[n:]) for shape, n in zip(shapes, axes, strict=True)], np.int64)
-    strides = -(-lengths // unit) * unit
-    offsets = np.concatenate([[0], np.cumsum(slices * strides)])
+) -> tuple[list[int], int, np.ndarray]:
+    """Offsets of the leaves, the size of all, and the segments, from the leaves in arena order."""
+    counts = np.array([prod(s[:n]) for s, n in zip(shapes, axes, strict=True)], np.int64)
+    sizes = np.array([prod(s[n:]) for s, n in zip(shapes, axes, strict=True)], np.int64)
+    strides = -(-sizes // unit) * unit
+    ends = np.cumsum(counts * strides)
+    offsets = ends - counts * strides
 
-    rows = np.where(lengths > 0, slices, 0)
+    rows = np.where(sizes > 0, counts, 0)
     leaf = np.repeat(np.arange(len(shapes)), rows)
-    index = np.arange(len(leaf)) - (np.cumsum(rows) - rows)[leaf]  # Of the slice inside its leaf.
-    segments = np.stack(
-        [
-            offsets[leaf] + index * strides[leaf],
-            lengths[leaf],
-            leaf,
-            index * lengths[leaf],
-            np.array(groups, np.int64)[leaf],
-        ],
-        axis=1,
-    ).astype(np.int64)
-    total = int(offsets[-1])
-    layout = ArenaLayout(
-        dtype, -(-total // (unit * shards)) * unit * shards, held, shapes, segments
+    piece = np.arange(len(leaf)) - (np.cumsum(rows) - rows)[leaf]  # Which slice of its leaf.
+    columns = (
+        offsets[leaf] + piece * strides[leaf],
+        sizes[leaf],
+        leaf,
+        piece * sizes[leaf],
+        np.array(groups)[leaf],
+    )
+    return offsets.tolist(), int(ends[-1]), np.stack(columns, axis=1).astype(np.int64)
+
+
+def _leaf_row(leaf: Leaf) -> tuple[str, ...]:
+    shape = "×".join(map(str, leaf.shape)) or "scalar"
+    return (
+        leaf.path,
+        f"{shape} ({leaf.stacked} stacked)" if leaf.stacked else shape,
+        leaf.dtype.name,
+        leaf.region.name,
+        GROUPS[leaf.group],
+        leaf.rule,
+        *_numbers(leaf.offset, leaf.size),
     )
 
-    firsts = np.searchsorted(np.array(regions), np.arange(len(_W_REGIONS) + 1))
-    return layout, offsets[:-1].tolist(), tuple(offsets[firsts].tolist())
+
+def _numbers(*numbers: int) -> list[str]:
+    return [f"{number:,}" for number in numbers]
+
+
+def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: int) -> list[str]:
+    """Lines of a table; the last `numbers` columns are numbers, flush right."""
+    table = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        for c in range(len(row) - numbers, len(row)):
+            cells[c] = row[c].rjust(widths[c])
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -1,12 +1,13 @@
 """Regions: what a stretch of an arena means, and the contract of the two groups.
 
-A leaf of the model has a *meaning* (the bias of a normalisation, the kernel of a convolution, …) and lies in a *series*: the
-weights W, the gradients G, the first moments M, the second moments V. A region is one meaning in one series. All series of a
-plan share one layout, so one offset serves all of them.
+A leaf of the model has a *meaning* (the bias of a normalisation, the kernel of a convolution, …)
+and lies in a *series*: the weights W, the gradients G, the first moments M, the second moments V.
+A region is one meaning in one series. All series of a plan share one layout, so one offset serves
+all of them.
 
-Two groups of meanings are consecutive by contract, so that each is one contiguous range of every arena:
+Two groups of meanings are consecutive by contract, so that each is one range of every arena:
 
-* `BIAS_LIKE`: the biases and scales of normalisations, and all other biases. No weight decay, no trust ratio.
+* `BIAS_LIKE`: biases and scales of norms, all other biases. No weight decay, no trust ratio.
 * `WEIGHTS`: dense weights (embeddings among them) and convolutions.
 """
 
@@ -62,8 +63,8 @@ class Region(IntEnum):
             ValueError: for N and S, which hold no leaves.
         """
         if self >= Region.N:
-            raise ValueError(f"{self.name} holds no leaves, so it has no counterpart in series W")
-        return Region(self % 6)
+            raise ValueError(f"{self.name} holds no leaves, so series W has no such region")
+        return Region(self % len(W_REGIONS))
 
 
 class MemRange(NamedTuple):
@@ -75,3 +76,4 @@ class MemRange(NamedTuple):
 
 BIAS_LIKE = (Region.W_BN_BIAS, Region.W_BN_WEIGHT, Region.W_FC_BIAS)
 WEIGHTS = (Region.W_FC_WEIGHT, Region.W_FIRST_CONV, Region.W_DEEP_CONV)
+W_REGIONS = BIAS_LIKE + WEIGHTS
