@@ -1,0 +1,14 @@
+"""The compiled modules: the only place that loads them and registers their FFI targets.
+
+Nothing is loaded on import, so that importing never fails and never warns.
+"""
+
+from .backends import available as available
+from .backends import build_info as build_info
+from .backends import disabled as disabled
+from .backends import require as require
+from .backends import scalar_slots as scalar_slots
+from .backends import tuning as tuning
+from .backends import warn_missing_cuda_once as warn_missing_cuda_once
+from .backends import why_not as why_not
+from .errors import BackendUnavailable as BackendUnavailable

@@ -1,0 +1,283 @@
+"""Loads the compiled modules, registers their FFI targets, and finds out why one does not work."""
+
+import importlib
+import os
+import re
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from . import sources
+from .errors import BackendUnavailable
+
+DISABLE = "JAXRENAISSANCE_DISABLE_NATIVE"
+"""The environment variable that switches the modules off, read when one is first needed."""
+
+_LEAST_DRIVER = {12: "525", 13: "580"}
+"""CUDA's major version: the oldest NVIDIA driver that runs what it compiles."""
+
+
+class NativeBackend:
+    """One compiled module and what became of it; loaded and registered once, on first use.
+
+    Args:
+        platform: "cpu" or "cuda".
+        module_name: the extension module.
+        jax_platform: the name under which JAX registers FFI targets for the platform.
+    """
+
+    def __init__(self, platform: str, module_name: str, jax_platform: str) -> None:
+        self.platform = platform
+        self.module_name = module_name
+        self.jax_platform = jax_platform
+        self._lock = threading.Lock()
+        self._module: ModuleType | None = None
+        self._error: BackendUnavailable | None = None
+
+    def require(self) -> ModuleType:
+        """Returns the module, its targets registered.
+
+        Raises:
+            BackendUnavailable: if it does not work here, the same each time.
+        """
+        with self._lock:
+            if self._module is None and self._error is None:
+                try:
+                    module = self._load()
+                    self._register(module)
+                    self._module = module
+                except BackendUnavailable as error:
+                    self._error = error
+        if self._module is None:
+            assert self._error is not None
+            # A fresh one: raising the same object again would grow its traceback.
+            raise BackendUnavailable(*self._error.args)
+        return self._module
+
+    def _unavailable(self, reason: str, remedy: str | None = None) -> BackendUnavailable:
+        return BackendUnavailable(self.platform, reason, remedy or sources.build_command())
+
+    def _load(self) -> ModuleType:
+        if disabled():
+            raise self._unavailable(
+                f"the compiled modules are switched off by {DISABLE}", f"unset {DISABLE}"
+            )
+        try:
+            module = importlib.import_module(self.module_name)
+        except ModuleNotFoundError as error:
+            if error.name != self.module_name:
+                raise self._unavailable(f"{self.module_name} cannot be loaded: {error}") from error
+            raise self._not_built() from error
+        except ImportError as error:
+            raise self._unavailable(f"{self.module_name} cannot be loaded: {error}") from error
+        info = module.build_info()
+        expected = sources.expected_hash()
+        if info["source_hash"] != expected:
+            where = sources.checkout() or "the installed package"
+            raise self._unavailable(
+                f"{self.module_name} was built from other sources than those of {where}"
+            )
+        self._check_ffi(info)
+        if self.platform == "cuda":
+            self._check_driver(module, info)
+            self._check_gpus(info)
+        return module
+
+    def _not_built(self) -> BackendUnavailable:
+        record = sources.build_record()
+        if record is None:
+            return self._unavailable("the compiled modules are not installed for this Python")
+        prefix = self.platform.upper()
+        reason, remedy = getattr(record, f"{prefix}_REASON"), getattr(record, f"{prefix}_REMEDY")
+        if not reason:
+            return self._unavailable(f"{self.module_name} was built, but is not there any more")
+        return self._unavailable(reason, f"{remedy}, then: {sources.build_command()}")
+
+    def _check_ffi(self, info: Mapping[str, Any]) -> None:
+        # Looked up before registering: JAX keeps targets for CUDA until its plugin is loaded, and a
+        # refusal then would take the whole platform down.
+        runtime = runtime_ffi_api()
+        built: tuple[int, int] = tuple(info["ffi_api"])
+        if runtime is not None and not (0, 1) <= built <= runtime:
+            raise self._unavailable(
+                f"{self.module_name} was built against jaxlib {info['jaxlib']} (FFI API "
+                f"{_dotted(built)}), and the installed jaxlib {version('jaxlib')} supports "
+                f"FFI API {_dotted(runtime)} at most"
+            )
+
+    def _check_driver(self, module: ModuleType, info: Mapping[str, Any]) -> None:
+        driver, built = tuple(module.driver_cuda()), tuple(info["cuda"])
+        # Without a driver one can still lower for CUDA. Within a major version, any driver runs the
+        # machine code.
+        if driver != (0, 0) and driver[0] < built[0]:
+            raise self._unavailable(
+                f"it was built with CUDA {_dotted(built)}, and the NVIDIA driver supports CUDA "
+                f"{_dotted(driver)} at most",
+                f"install NVIDIA driver {least_driver(built)} or newer; or point CUDA_HOME to a "
+                f"CUDA {driver[0]} toolkit, then: {sources.build_command()}",
+            )
+
+    def _check_gpus(self, info: Mapping[str, Any]) -> None:
+        for device in cuda_devices():
+            capability = device.compute_capability
+            if not covers(info["architectures"], capability):
+                number = capability.replace(".", "")
+                raise self._unavailable(
+                    f"it was built for the architectures {info['architectures']}, and "
+                    f"{device.device_kind} needs {number}",
+                    sources.build_command(f"JR_CUDA_ARCHITECTURES={number}"),
+                )
+
+    def _register(self, module: ModuleType) -> None:
+        for target, stages in module.handlers().items():
+            try:
+                jax.ffi.register_ffi_target(target, stages, platform=self.jax_platform)
+            except Exception as error:  # jaxlib's own error classes differ between releases
+                raise self._unavailable(
+                    f"jaxlib {version('jaxlib')} refused the handler {target}: {error}"
+                ) from error
+
+
+_BACKENDS = {
+    "cpu": NativeBackend("cpu", "_jaxrenaissance_cpu", "cpu"),
+    "cuda": NativeBackend("cuda", "_jaxrenaissance_cuda", "CUDA"),
+}
+_warned_cuda = threading.Event()
+
+
+def require(platform: str) -> None:
+    """Loads a native backend and registers its targets, unless that is done.
+
+    For CUDA it looks at JAX's devices, so call it when a computation is lowered, not on import.
+
+    Args:
+        platform: "cpu" or "cuda".
+
+    Raises:
+        BackendUnavailable: if the backend does not work; says why and which command mends it.
+        ValueError: if there is no native backend for the platform.
+    """
+    _backend(platform).require()
+
+
+def available(platform: str) -> bool:
+    """Whether a native backend works; False for a platform that has none. See `require`."""
+    return platform in _BACKENDS and why_not(platform) is None
+
+
+def why_not(platform: str) -> str | None:
+    """Why a native backend does not work and what mends it, None where it works. See `require`."""
+    try:
+        require(platform)
+    except BackendUnavailable as error:
+        return str(error)
+    return None
+
+
+def build_info(platform: str) -> dict[str, Any]:
+    """Facts of a module's build.
+
+    Returns:
+        source_hash, compiler, jaxlib, ffi_api; for CUDA also cuda, architectures and tuning.
+
+    Raises:
+        BackendUnavailable: as `require`.
+    """
+    return _backend(platform).require().build_info()
+
+
+def scalar_slots(platform: str) -> dict[str, int]:
+    """The slots of the S region as the module was compiled with.
+
+    Raises:
+        BackendUnavailable: as `require`.
+    """
+    return _backend(platform).require().scalar_slots()
+
+
+def tuning() -> dict[str, int]:
+    """The CUDA module's tuning constants, such as the size of a tile.
+
+    Raises:
+        BackendUnavailable: as `require`.
+    """
+    return build_info("cuda")["tuning"]
+
+
+def warn_missing_cuda_once() -> None:
+    """Warns, once in a process, that a computation for CUDA runs without the CUDA module.
+
+    Silent where the module works, and where it was switched off on purpose.
+    """
+    if disabled() or _warned_cuda.is_set():
+        return
+    reason = why_not("cuda")
+    if reason is None or _warned_cuda.is_set():
+        return
+    _warned_cuda.set()
+    warnings.warn(
+        f"jaxrenaissance runs on the slower xla backend on this GPU: {reason}", stacklevel=2
+    )
+
+
+def disabled() -> bool:
+    """Whether the compiled modules are switched off by the environment."""
+    return os.environ.get(DISABLE, "").lower() not in ("", "0", "false", "no", "off")
+
+
+def cuda_devices() -> Sequence[Any]:
+    """The CUDA devices that JAX sees; starts JAX's backends if that is not done."""
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:
+        return ()
+
+
+def covers(architectures: str, capability: str) -> bool:
+    """Whether code built for some architectures runs on a GPU.
+
+    Args:
+        architectures: as CMake names them, "75-real 90-real 75-virtual".
+        capability: the GPU's compute capability, "8.6".
+    """
+    major, minor = (int(part) for part in capability.split("."))
+    for architecture in architectures.split():
+        number, _, kind = architecture.partition("-")
+        built_major, built_minor = int(number[:-1]), int(number[-1])
+        # Machine code runs on its own major version; PTX is compiled for any newer GPU.
+        same = built_major == major and built_minor <= minor
+        if same or (kind != "real" and (built_major, built_minor) <= (major, minor)):
+            return True
+    return False
+
+
+def least_driver(cuda: Sequence[int]) -> str:
+    """The oldest NVIDIA driver that runs code of a CUDA version."""
+    return _LEAST_DRIVER.get(cuda[0], f"for CUDA {_dotted(cuda)}")
+
+
+def runtime_ffi_api() -> tuple[int, int] | None:
+    """The FFI API version of the installed jaxlib, None where its headers do not tell."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        text = header.read_text()
+    except OSError:
+        return None
+    found = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", text)
+    return (int(found[0]), int(found[1])) if len(found) == 2 else None
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(str(number) for number in version)
+
+
+def _backend(platform: str) -> NativeBackend:
+    if platform not in _BACKENDS:
+        raise ValueError(f"platform: got {platform!r}, wanted one of {', '.join(_BACKENDS)}")
+    return _BACKENDS[platform]
