@@ -1,7 +1,7 @@
 """Computes the hash of the sources of the compiled modules.
 
-CMake bakes it into the modules and the loader compares it with the sources of a checkout, so that a module that was
-built from other sources is never used by mistake.
+CMake bakes it into the modules and the loader compares it with the sources of a checkout, so that a
+module that was built from other sources is never used by mistake.
 """
 
 import argparse
@@ -12,7 +12,7 @@ SUFFIXES = {".h", ".cuh", ".cc", ".cu", ".in", ".cmake", ".map"}
 
 
 def source_hash(root: Path) -> str:
-    """Returns the SHA-256 over the relative paths and the contents of the sources under `root`, sorted by path."""
+    """Returns the SHA-256 over the paths and contents of the sources under `root`, sorted."""
     digest = hashlib.sha256()
     files = (
         path for path in root.rglob("*") if path.suffix in SUFFIXES or path.name == "CMakeLists.txt"

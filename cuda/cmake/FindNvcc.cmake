@@ -1,4 +1,5 @@
-# Finds a CUDA compiler that works and enables the language, or sets JR_CUDA_REASON. Architectures included.
+# Finds a CUDA compiler that works, chooses the architectures and enables the language, or sets JR_CUDA_REASON and
+# JR_CUDA_REMEDY.
 
 # Asked in this order: $CUDACXX, $CUDA_HOME, $CUDA_PATH, PATH, the usual place, NVIDIA's packages for Python. The last
 # may lie in the environment of the build or, where pip isolates the build, in that of the interpreter it installs to.
@@ -14,7 +15,8 @@ find_program(JR_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin
 find_program(JR_NVCC nvcc PATHS /usr/local/cuda ${jr_package_dirs} PATH_SUFFIXES bin NO_DEFAULT_PATH NO_CACHE)
 
 if(NOT JR_NVCC)
-  set(JR_CUDA_REASON "no nvcc on PATH, in CUDA_HOME or among NVIDIA's Python packages")
+  set(JR_CUDA_REASON "the build found no nvcc on PATH, in CUDA_HOME or in NVIDIA's Python packages")
+  set(JR_CUDA_REMEDY "install CUDA's compiler, or point CUDA_HOME to it")
   return()
 endif()
 
@@ -22,6 +24,7 @@ endif()
 execute_process(COMMAND "${JR_NVCC}" --list-gpu-code OUTPUT_VARIABLE known ERROR_VARIABLE error RESULT_VARIABLE result)
 if(NOT result EQUAL 0)
   set(JR_CUDA_REASON "${JR_NVCC} does not run: ${error}")
+  set(JR_CUDA_REMEDY "repair this CUDA toolkit, or point CUDA_HOME to another")
   return()
 endif()
 if(JR_CUDA_ARCHITECTURES STREQUAL "all")
@@ -52,10 +55,12 @@ if(NOT CMAKE_CUDA_COMPILER)
 endif()
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
-  set(JR_CUDA_REASON "${JR_NVCC} was found, but does not compile with ${CMAKE_CXX_COMPILER}")
+  set(JR_CUDA_REASON "${JR_NVCC} was found, but does not compile and link with ${CMAKE_CXX_COMPILER}")
+  set(JR_CUDA_REMEDY "try `${JR_NVCC} -ccbin ${CMAKE_CXX_COMPILER}` on a small file; CUDAHOSTCXX names another compiler")
   return()
 endif()
 enable_language(CUDA)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.1)
   set(JR_CUDA_REASON "${JR_NVCC} is CUDA ${CMAKE_CUDA_COMPILER_VERSION}, and 12.1 is the oldest supported")
+  set(JR_CUDA_REMEDY "install a newer CUDA toolkit, or point CUDA_HOME to one")
 endif()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 def main() -> None:
     """Newest CUDA first; the build's own environment before the one that is installed to."""
-    # pip takes the target's site-packages off sys.path in an isolated build; sysconfig still knows them.
+    # In an isolated build the target's site-packages are not on sys.path; sysconfig knows them.
     schemes = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     for site in dict.fromkeys(Path(path) for path in (*sys.path, *schemes) if path):
         for nvcc in sorted(site.glob("nvidia/cu*/bin/nvcc"), reverse=True):
