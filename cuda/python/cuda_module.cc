@@ -2,6 +2,7 @@
 // statically and opens the driver's library when it is first called, so the module imports on a machine without one.
 #include <cuda_runtime_api.h>
 
+#include "ffi/scalar_slots.h"
 #include "python/module.h"
 
 namespace jaxrenaissance {

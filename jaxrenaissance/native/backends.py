@@ -100,11 +100,12 @@ class NativeBackend:
         return self._unavailable(reason, f"{remedy}, then: {sources.build_command()}")
 
     def _check_ffi(self, info: Mapping[str, Any]) -> None:
-        # Looked up before registering: JAX keeps targets for CUDA until its plugin is loaded, and a
-        # refusal then would take the whole platform down.
-        runtime = runtime_ffi_api()
-        built: tuple[int, int] = tuple(info["ffi_api"])
-        if runtime is not None and not (0, 1) <= built <= runtime:
+        # Until a platform has started, JAX only keeps what is registered for it, and a handler that
+        # is refused then takes the whole platform down. So nothing may be registered on trial.
+        built, runtime = tuple(info["ffi_api"]), runtime_ffi_api()
+        if runtime is None:
+            jax.local_devices()  # starts the platforms, so that a refusal comes at once
+        elif built > runtime:
             raise self._unavailable(
                 f"{self.module_name} was built against jaxlib {info['jaxlib']} (FFI API "
                 f"{_dotted(built)}), and the installed jaxlib {version('jaxlib')} supports "
