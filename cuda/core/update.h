@@ -1,0 +1,102 @@
+// One element's update for each optimizer, shared by the CPU and the CUDA kernels. Compiled without
+// contraction into fused multiply-adds on both, so that both give the same bits.
+#pragma once
+
+#include "core/scalars.h"
+
+namespace jaxrenaissance {
+
+// The scalars of one group, in the arena's type.
+template <typename T>
+struct GroupScalars {
+  T lr, lr_wd, l2, momentum, b1, one_minus_b1, b2, one_minus_b2, eps, eps_root, c1, c2;
+};
+
+template <typename T, typename S>
+JR_HD GroupScalars<T> LoadGroup(const S* floats, int64_t group) {
+  const S* row = floats + (1 + group) * kRow;
+  const T one_minus_b1 = static_cast<T>(row[kOneMinusB1]);
+  const T one_minus_b2 = static_cast<T>(row[kOneMinusB2]);
+  return {static_cast<T>(row[kLearningRate]),
+          static_cast<T>(row[kLrWd]),
+          static_cast<T>(row[kL2]),
+          static_cast<T>(row[kMomentum]),
+          T(1) - one_minus_b1,
+          one_minus_b1,
+          T(1) - one_minus_b2,
+          one_minus_b2,
+          static_cast<T>(row[kEps]),
+          static_cast<T>(row[kEpsRoot]),
+          static_cast<T>(row[kC1]),
+          static_cast<T>(row[kC2])};
+}
+
+JR_HD float SquareRoot(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+JR_HD double SquareRoot(double x) {
+#if defined(__CUDA_ARCH__)
+  return __dsqrt_rn(x);
+#else
+  return __builtin_sqrt(x);
+#endif
+}
+
+// Decay and update are added up before they are rounded into the weight: a factor 1 - lr wd would
+// round to 1 for small lr wd.
+template <typename T>
+JR_HD T NewWeight(const GroupScalars<T>& s, T w, T u) {
+  return w - (s.lr_wd * w + s.lr * u);
+}
+
+// Each optimizer updates w and its moments (m, v; unused ones are ignored) from the gradient g.
+
+struct Sgd {
+  static constexpr int kMoments = 0;
+  template <typename T>
+  static JR_HD void Apply(const GroupScalars<T>& s, T g, T& w, T&, T&) {
+    w = NewWeight(s, w, g + s.l2 * w);
+  }
+};
+
+struct Momentum {
+  static constexpr int kMoments = 1;
+  template <typename T>
+  static JR_HD void Apply(const GroupScalars<T>& s, T g, T& w, T& m, T&) {
+    m = s.momentum * m + (g + s.l2 * w);
+    w = NewWeight(s, w, m);
+  }
+};
+
+struct Nesterov {
+  static constexpr int kMoments = 1;
+  template <typename T>
+  static JR_HD void Apply(const GroupScalars<T>& s, T g, T& w, T& m, T&) {
+    g = g + s.l2 * w;
+    m = s.momentum * m + g;
+    w = NewWeight(s, w, s.momentum * m + g);
+  }
+};
+
+// Adam with L2 decay and AdamW are one rule: the decay that is not used is zero.
+struct Adam {
+  static constexpr int kMoments = 2;
+  template <typename T>
+  static JR_HD void Apply(const GroupScalars<T>& s, T g, T& w, T& m, T& v) {
+    g = g + s.l2 * w;
+    m = s.b1 * m + s.one_minus_b1 * g;
+    v = s.b2 * v + s.one_minus_b2 * (g * g);
+    const T denominator = SquareRoot(v * s.c2 + s.eps_root) + s.eps;
+    // eps = 0 and a gradient that has always been zero: no update, rather than 0/0.
+    const bool unmoved = m == T(0) && denominator == T(0);
+    const T u = (m * s.c1) / (unmoved ? T(1) : denominator);
+    w = NewWeight(s, w, u);
+  }
+};
+
+}  // namespace jaxrenaissance

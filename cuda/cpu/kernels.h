@@ -1,0 +1,39 @@
+// The CPU loops: compiled once per instruction set, chosen when the module is loaded.
+#pragma once
+
+#include <cstdint>
+
+#include "core/operands.h"
+
+namespace jaxrenaissance {
+
+// One contiguous stretch of one segment. Scalars as they lie in the scalar arena;
+// `floats_are_double` says in which type.
+struct UpdateStretch {
+  void* weights;
+  void* moments[2];
+  const void* gradient;
+  int64_t count;
+  const void* floats;
+  int64_t group;
+};
+
+using UpdateFn = void (*)(const UpdateStretch&);
+using WidenFn = void (*)(const void* leaf, void* arena, int64_t count);
+using NarrowFn = void (*)(const void* arena, void* leaf, int64_t count);
+using NonFiniteFn = bool (*)(const void* data, int64_t count);
+
+// Indexed by [arena is double][floats are double][kind][gradient type], and so on; null where a
+// float32 arena would meet a float64 leaf.
+struct CpuKernels {
+  const char* name;
+  UpdateFn update[2][2][kUpdateKinds][kLeafTypes];
+  WidenFn widen[2][kLeafTypes];
+  NarrowFn narrow[2][kLeafTypes];
+  NonFiniteFn non_finite[kLeafTypes];
+};
+
+// The kernels of the widest instruction set that this processor has.
+const CpuKernels& BestCpuKernels();
+
+}  // namespace jaxrenaissance

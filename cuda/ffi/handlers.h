@@ -1,0 +1,26 @@
+// Every FFI handler of a module, for Python to register.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jaxrenaissance {
+
+struct HandlerEntry {
+  const char* target;
+  const char* stage;  // "initialize" or "execute"
+  XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*);
+};
+
+std::vector<HandlerEntry> CpuHandlers();
+std::vector<HandlerEntry> CudaHandlers();
+
+// Constants that the tables built in Python depend on.
+std::vector<std::pair<const char*, int>> CudaTuning();
+
+// The instruction set that the CPU loops use here.
+const char* CpuInstructionSet();
+
+}  // namespace jaxrenaissance

@@ -1,0 +1,66 @@
+"""Checks of operands at trace time. Each error names the argument, what it was and what is wanted."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import scalars
+from ..plan import ArenaLayout
+
+FLOAT32_LEAVES = tuple(np.dtype(d) for d in ("float32", jax.numpy.bfloat16, "float16"))
+
+
+def leaf_dtypes(layout: ArenaLayout) -> tuple[np.dtype, ...]:
+    """The dtypes that a leaf beside this arena may have: nothing wider than the arena, so nothing is cast down."""
+    if layout.dtype == np.float64:
+        return (np.dtype("float64"), *FLOAT32_LEAVES)
+    return FLOAT32_LEAVES
+
+
+def check_array(name: str, x: Any, shape: tuple[int, ...], dtypes: Sequence[np.dtype]) -> None:
+    """Raises unless ``x`` has this shape and one of these dtypes."""
+    dtype, got_shape = getattr(x, "dtype", None), getattr(x, "shape", None)
+    if got_shape != shape or dtype not in dtypes:
+        got = f"{dtype}{list(got_shape)}" if got_shape is not None else f"a {type(x).__name__}"
+        wanted = " or ".join(np.dtype(d).name for d in dtypes)
+        raise ValueError(f"{name}: got {got}, wanted {wanted}{list(shape)}")
+
+
+def check_arena(name: str, arena: Any, layout: ArenaLayout) -> None:
+    """Raises unless ``arena`` is one of this layout."""
+    check_array(name, arena, (layout.size,), (layout.dtype,))
+
+
+def check_leaves(name: str, leaves: Sequence[Any], layout: ArenaLayout) -> None:
+    """Raises unless ``leaves`` are this layout's leaves, in arena order."""
+    if len(leaves) != len(layout.shapes):
+        raise ValueError(f"{name}: got {len(leaves)} leaves, wanted {len(layout.shapes)}")
+    allowed = leaf_dtypes(layout)
+    for i, (leaf, shape) in enumerate(zip(leaves, layout.shapes, strict=True)):
+        check_array(f"{name}[{i}]", leaf, shape, allowed)
+
+
+def check_ints(ints: Any) -> None:
+    """Raises unless ``ints`` is an array of counters."""
+    check_array("ints", ints, (scalars.INTS,), (np.dtype("int32"),))
+
+
+def check_floats(floats: Any) -> None:
+    """Raises unless ``floats`` is an array of whole scalar rows."""
+    shape = getattr(floats, "shape", ())
+    whole = len(shape) == 1 and shape[0] >= 2 * scalars.ROW and shape[0] % scalars.ROW == 0
+    wanted = shape if whole else (2 * scalars.ROW,)
+    check_array("floats", floats, wanted, (np.dtype("float32"), np.dtype("float64")))
+
+
+def gradient_operands(
+    layout: ArenaLayout, gradients: Sequence[jax.Array] | jax.Array
+) -> tuple[tuple[jax.Array, ...], bool]:
+    """The gradients as operands, checked, and whether they are one arena rather than leaves."""
+    if isinstance(gradients, (list, tuple)):
+        check_leaves("gradients", gradients, layout)
+        return tuple(gradients), False
+    check_arena("gradients", gradients, layout)
+    return (gradients,), True

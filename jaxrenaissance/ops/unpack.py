@@ -1,0 +1,48 @@
+"""unpack: an arena to its leaves, in one launch."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from ..plan import ArenaLayout
+from ..reference import unpack as reference
+from .checks import check_arena, leaf_dtypes
+from .primitive import Op
+
+
+def _result_types(
+    *, layout: ArenaLayout, dtypes: tuple[np.dtype, ...]
+) -> list[tuple[tuple[int, ...], np.dtype]]:
+    return list(zip(layout.shapes, dtypes, strict=True))
+
+
+_unpack = Op("unpack", result_types=_result_types, reference=reference)
+
+
+def unpack(
+    layout: ArenaLayout, arena: jax.Array, dtypes: Sequence[np.dtype], *, backend: str
+) -> list[jax.Array]:
+    """Leaf i is its stretch of the arena, rounded to nearest even to ``dtypes[i]``.
+
+    Args:
+      layout: the arena's layout.
+      arena: [layout.size], of the layout's dtype.
+      dtypes: for each leaf, float32, bfloat16 or float16; or float64 where the arena is.
+      backend: "auto", "cpu", "cuda" or "xla".
+
+    Returns:
+      The leaves in arena order, leaf i of shape ``layout.shapes[i]`` and dtype ``dtypes[i]``.
+
+    Raises:
+      ValueError: the arena or a dtype does not fit the layout.
+    """
+    check_arena("arena", arena, layout)
+    dtypes = tuple(np.dtype(d) for d in dtypes)
+    for i, dtype in enumerate(dtypes):
+        if dtype not in leaf_dtypes(layout):
+            wanted = ", ".join(d.name for d in leaf_dtypes(layout))
+            raise ValueError(f"dtypes[{i}]: got {dtype.name}, wanted one of {wanted}")
+    if not layout.shapes:
+        return []
+    return _unpack(arena, layout=layout, dtypes=dtypes, backend=backend)
