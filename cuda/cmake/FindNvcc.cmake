@@ -1,19 +1,9 @@
 # Finds a CUDA compiler that works, chooses the architectures and enables the language, or sets JR_CUDA_REASON and
 # JR_CUDA_REMEDY.
 
-# Asked in this order: $CUDACXX, $CUDA_HOME, $CUDA_PATH, PATH, the usual place, NVIDIA's packages for Python. The last
-# may lie in the environment of the build or, where pip isolates the build, in that of the interpreter it installs to.
 execute_process(
-  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/nvidia_packages.py"
-  OUTPUT_VARIABLE jr_package_dirs OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
-string(REPLACE "\n" ";" jr_package_dirs "${jr_package_dirs}")
-if(NOT "$ENV{CUDACXX}" STREQUAL "")
-  set(JR_NVCC "$ENV{CUDACXX}")
-endif()
-find_program(JR_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin
-  NO_CMAKE_PATH NO_CMAKE_SYSTEM_PATH NO_CACHE)
-find_program(JR_NVCC nvcc PATHS /usr/local/cuda ${jr_package_dirs} PATH_SUFFIXES bin NO_DEFAULT_PATH NO_CACHE)
-
+  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/find_nvcc.py"
+  OUTPUT_VARIABLE JR_NVCC OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 if(NOT JR_NVCC)
   set(JR_CUDA_REASON "the build found no nvcc on PATH, in CUDA_HOME or in NVIDIA's Python packages")
   set(JR_CUDA_REMEDY "install CUDA's compiler, or point CUDA_HOME to it")
@@ -50,6 +40,12 @@ list(REMOVE_DUPLICATES CMAKE_CUDA_ARCHITECTURES)
 # check_language tries the compiler in a project of its own, where a failure (a host compiler that is too new, a part
 # of the toolkit that is missing) can be told instead of ending the build.
 set(ENV{CUDACXX} "${JR_NVCC}")
+# NVIDIA's Python packages keep in lib what nvcc looks for in lib64.
+get_filename_component(JR_CUDA_LIBRARY_DIR "${JR_NVCC}/../../lib" ABSOLUTE)
+if(EXISTS "${JR_CUDA_LIBRARY_DIR}/libcudart_static.a")
+  set(ENV{CUDAFLAGS} "$ENV{CUDAFLAGS} -L\"${JR_CUDA_LIBRARY_DIR}\"")
+  link_directories("${JR_CUDA_LIBRARY_DIR}")
+endif()
 if(NOT CMAKE_CUDA_COMPILER)
   unset(CMAKE_CUDA_COMPILER CACHE)
 endif()
