@@ -1,11 +1,13 @@
 """The S region: the slots of the two scalar arenas that every op shares.
 
-A state carries two small arrays. ``floats`` holds every number an update uses, so that a new value is new data and never
-a new program; ``ints`` holds the counters. Both live on the device, and one op, the prologue, advances them.
+A state carries two small arrays. ``floats`` holds every number an update uses, so that a new value
+is new data and never a new program; ``ints`` holds the counters. Both live on the device, and one
+op, the prologue, advances them.
 
-``floats`` is 1-D with ``1 + num_groups`` rows of ``ROW`` slots: a header row, then one row of hyperparameters for each
-group of leaves. Its dtype is float32, or float64 where the plan has float64 leaves. The slots below are the ABI that the
-native modules are compiled with; a test compares the two.
+``floats`` is 1-D with ``1 + num_groups`` rows of ``ROW`` slots: a header row, then one row of
+hyperparameters for each group of leaves. Its dtype is float32, or float64 where the plan has
+float64 leaves. The slots below are the ABI that the native modules are compiled with; a test
+compares the two.
 """
 
 import numpy as np

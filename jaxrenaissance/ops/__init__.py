@@ -1,4 +1,7 @@
-"""The ops on arenas. Each is one JAX primitive with a lowering per platform; ``backend="xla"`` is plain jax.numpy."""
+"""The ops on arenas.
+
+Each is one JAX primitive with a lowering per platform; ``backend="xla"`` is plain jax.numpy.
+"""
 
 from .pack import pack as pack
 from .prologue import prologue as prologue

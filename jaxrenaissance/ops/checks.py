@@ -1,4 +1,7 @@
-"""Checks of operands at trace time. Each error names the argument, what it was and what is wanted."""
+"""Checks of operands at trace time.
+
+Each error names the argument, what it was and what is wanted.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +16,10 @@ FLOAT32_LEAVES = tuple(np.dtype(d) for d in ("float32", jax.numpy.bfloat16, "flo
 
 
 def leaf_dtypes(layout: ArenaLayout) -> tuple[np.dtype, ...]:
-    """The dtypes that a leaf beside this arena may have: nothing wider than the arena, so nothing is cast down."""
+    """The dtypes that a leaf beside this arena may have.
+
+    Nothing wider than the arena, so nothing is cast down.
+    """
     if layout.dtype == np.float64:
         return (np.dtype("float64"), *FLOAT32_LEAVES)
     return FLOAT32_LEAVES

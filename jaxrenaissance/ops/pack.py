@@ -23,8 +23,8 @@ def pack(layout: ArenaLayout, leaves: Sequence[jax.Array], *, backend: str) -> j
 
     Args:
       layout: the arena's layout.
-      leaves: in arena order, leaf i of shape ``layout.shapes[i]``; float32, bfloat16, float16, or float64 where the
-        arena is.
+      leaves: in arena order, leaf i of shape ``layout.shapes[i]``; float32, bfloat16, float16, or
+        float64 where the arena is.
       backend: "auto", "cpu", "cuda" or "xla".
 
     Returns:

@@ -1,4 +1,4 @@
-"""What every op shares: one primitive, a lowering per platform, batching, and an error when differentiated."""
+"""What every op shares: a primitive, lowerings, batching, and an error when differentiated."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,9 @@ ResultTypes = Sequence[tuple[tuple[int, ...], np.dtype]]
 class Op:
     """One op on arenas, as a JAX primitive.
 
-    The primitive's operands have the op's own shapes, or these behind leading batch dimensions: ``batch`` are those
-    dimensions, ``batched[i]`` says whether operand i has them. An operand that has none is shared by all members.
+    The primitive's operands have the op's own shapes, or these behind leading batch dimensions:
+    ``batch`` are those dimensions, ``batched[i]`` says whether operand i has them. An operand that
+    has none is shared by all members.
 
     Args:
       name: the op's name; its FFI target is ``jaxrenaissance_<name>_v1``.
@@ -41,7 +42,7 @@ class Op:
         aliases: Callable[..., Mapping[int, int]] = lambda **static: {},
         tables: NativeTables = NativeTables.LAYOUT,
         attributes: Callable[..., Mapping[str, int]] = lambda **static: {},
-    ):
+    ) -> None:
         self.name = name
         self.target = f"jaxrenaissance_{name}_v1"
         self._result_types = result_types
@@ -119,9 +120,10 @@ class Op:
 
     def _differentiate(self, primals: Any, tangents: Any, **params: Any) -> Any:
         raise TypeError(
-            f"jaxrenaissance's {self.name} cannot be differentiated. Differentiate with respect to the leaves, "
-            "`jax.value_and_grad(loss_fn)(state.compute_params, batch)`, not with respect to the state or an arena. "
-            'Where a derivative through the update itself is wanted, make the optimizer with backend="xla".'
+            f"jaxrenaissance's {self.name} cannot be differentiated. Differentiate with respect to "
+            "the leaves, `jax.value_and_grad(loss_fn)(state.compute_params, batch)`, not with "
+            "respect to the state or an arena. Where a derivative through the update itself is "
+            'wanted, make the optimizer with backend="xla".'
         )
 
     def _lower_reference(
@@ -135,8 +137,8 @@ class Op:
     ) -> Any:
         if backend != "auto":
             raise ValueError(
-                f"backend: {backend!r} was asked for, but this computation runs on a platform that it does not serve; "
-                'use backend="auto" or "xla"'
+                f"backend: {backend!r} was asked for, but this computation runs on a platform "
+                'that it does not serve; use backend="auto" or "xla"'
             )
 
         def reference(*args: jax.Array) -> Sequence[jax.Array]:
@@ -166,7 +168,8 @@ class Op:
         if backend not in ("auto", platform):
             raise ValueError(
                 f"backend: {backend!r} was asked for, but this computation runs on {platform}; "
-                f'use backend="auto", "{platform}" or "xla", or place the arrays on a {backend} device'
+                f'use backend="auto", "{platform}" or "xla", or place the arrays on a {backend} '
+                "device"
             )
         native.require(platform)
         layout = static.get("layout")
@@ -194,7 +197,7 @@ class Op:
 
 
 def _same_manual_axes(operands: Sequence[Any]) -> list[Any]:
-    """Inside shard_map, operands that vary over fewer mesh axes than others are marked as varying over all of them."""
+    """Inside shard_map, all operands are marked as varying over every axis that one varies over."""
     axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
     union = frozenset().union(*axes)
     if not union:

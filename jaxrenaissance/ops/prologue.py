@@ -27,9 +27,9 @@ _prologue = Op(
 def prologue(floats: jax.Array, ints: jax.Array, *, backend: str) -> tuple[jax.Array, jax.Array]:
     """Decides whether this step updates, counts it, and derives the scalars of every group.
 
-    Where ``ints[FIRST_BAD]`` names a leaf, the step is skipped: APPLY = 0, SKIPPED and CONSECUTIVE_SKIPS go up, STEP
-    stays. Otherwise APPLY = 1 and STEP goes up. With t the step after this update, in float64 on native backends:
-    C1 = 1/(1 - b1^t), C2 = 1/(1 - b2^t), LR_WD = lr wd.
+    Where ``ints[FIRST_BAD]`` names a leaf, the step is skipped: APPLY = 0, SKIPPED and
+    CONSECUTIVE_SKIPS go up, STEP stays. Otherwise APPLY = 1 and STEP goes up. With t the step after
+    this update, in float64 on native backends: C1 = 1/(1 - b1^t), C2 = 1/(1 - b2^t), LR_WD = lr wd.
 
     Args:
       floats: float32 or float64 [(1 + groups) * ROW]; updated in place where donated.

@@ -40,13 +40,15 @@ def statistics(
     first_leaf: int = 0,
     backend: str,
 ) -> jax.Array:
-    """Finds non-finite gradients: ``ints[FIRST_BAD]`` becomes the smaller of itself and the first bad leaf's number.
+    """Finds non-finite gradients.
+
+    ``ints[FIRST_BAD]`` becomes the smaller of itself and the first bad leaf's number.
 
     Args:
       layout: the layout of the arena that the gradients belong to.
       ints: int32[INTS], the state's counters; updated in place where donated.
-      gradients: the leaves in arena order (mixed float32, bfloat16, float16; float64 beside a float64 arena), or one
-        arena of this layout.
+      gradients: the leaves in arena order (mixed float32, bfloat16, float16; float64 beside a
+        float64 arena), or one arena of this layout.
       first_leaf: the number of this layout's first leaf, where a plan has two arenas.
       backend: "auto", "cpu", "cuda" or "xla".
 

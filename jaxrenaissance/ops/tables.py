@@ -1,4 +1,4 @@
-"""The constant tables that the native handlers read: where each segment lies, and which segments a tile covers.
+"""The constant tables that native handlers read: where segments lie, which ones a tile covers.
 
 They depend on the plan alone, so they are constants of the compiled program, uploaded once.
 """
@@ -11,9 +11,9 @@ import numpy as np
 from .. import native
 from ..plan import ArenaLayout
 
-# A tile that lies within one segment: columns are the leaf's element offset (low and high word), the leaf, the group.
-# A tile that does not: first and last segment, -1, unused. A tile of padding only names the segment before it; where
-# there is no segment at all, last < first.
+# A tile that lies within one segment: columns are the leaf's element offset (low and high word),
+# the leaf, the group. A tile that does not: first and last segment, -1, unused. A tile of padding
+# only names the segment before it; where there is no segment at all, last < first.
 TILE_COLUMNS = 4
 
 
@@ -24,7 +24,7 @@ class NativeTables(enum.Enum):
     LAYOUT = "layout"
 
     def arrays(self, layout: ArenaLayout | None, platform: str) -> list[np.ndarray]:
-        """The tables as int32 arrays, in the handlers' order (int64 columns as two words, so that x64 may be off)."""
+        """The tables in the handlers' order, as int32: an int64 is two words, so x64 may be off."""
         if self is NativeTables.NONE:
             return []
         assert layout is not None
@@ -36,7 +36,7 @@ class NativeTables(enum.Enum):
 
 @functools.lru_cache(maxsize=64)
 def tile_table(layout: ArenaLayout, tile: int) -> np.ndarray:
-    """int32 of shape (tiles, TILE_COLUMNS): for each stretch of ``tile`` elements of the arena, what it covers."""
+    """What each stretch of ``tile`` elements of the arena covers: int32 (tiles, TILE_COLUMNS)."""
     start, size, leaf, leaf_offset, group = layout.segments.T
     tiles = -(-layout.size // tile)
     low = np.arange(tiles, dtype=np.int64) * tile
@@ -59,9 +59,9 @@ def tile_table(layout: ArenaLayout, tile: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def tile_ranges(layout: ArenaLayout, tile: int, max_leaves: int) -> np.ndarray:
-    """Which tiles each launch sweeps, where leaves are spread over launches of at most ``max_leaves``.
+    """Which tiles each launch sweeps, where a launch takes at most ``max_leaves`` leaves.
 
-    int64 of shape (2 launches,): first tile and number of tiles of launch 0, of launch 1, and so on.
+    int64 of shape (2 * launches,): first tile and number of tiles of each launch.
     """
     tiles = -(-layout.size // tile)
     starts, leaves = layout.segments[:, 0], layout.segments[:, 2]

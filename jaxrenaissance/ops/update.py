@@ -11,7 +11,8 @@ from ..reference import update as reference
 from .checks import check_arena, check_floats, gradient_operands
 from .primitive import Op
 
-# Kind -> how many moments it keeps. Adam and AdamW are one kind: L2 and decoupled decay are two slots of the scalars.
+# Kind -> how many moments it keeps. Adam and AdamW are one kind: L2 and decoupled decay are two
+# slots of the scalars.
 MOMENTS = {"sgd": 0, "momentum": 1, "nesterov": 1, "adam": 2}
 
 
@@ -47,23 +48,25 @@ def update(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     r"""One step of an elementwise optimizer on every leaf of an arena.
 
-    With g the gradient times GRAD_FACTOR, then :math:`g \leftarrow g + \text{l2} \cdot w`, and all scalars from the
-    leaf's group:
+    With g the gradient times GRAD_FACTOR, then :math:`g \leftarrow g + \text{l2} \cdot w`, and all
+    scalars from the leaf's group:
 
     - sgd: :math:`u = g`
     - momentum: :math:`m \leftarrow \beta m + g,\ u = m`
     - nesterov: :math:`m \leftarrow \beta m + g,\ u = \beta m + g`
-    - adam: :math:`m \leftarrow \beta_1 m + (1-\beta_1) g,\ v \leftarrow \beta_2 v + (1-\beta_2) g^2,\
-      u = m c_1 / (\sqrt{v c_2 + \text{eps\_root}} + \text{eps})`, and u = 0 where that is 0/0
+    - adam: :math:`m \leftarrow \beta_1 m + (1-\beta_1) g,\ v \leftarrow \beta_2 v + (1-\beta_2)
+      g^2,\ u = m c_1 / (\sqrt{v c_2 + \text{eps\_root}} + \text{eps})`, and u = 0 where that is 0/0
 
-    and :math:`w \leftarrow w - (\text{lr} \cdot \text{wd} \cdot w + \text{lr} \cdot u)`: the decay and the update are
-    added up before they are rounded into the weight. Nothing is written where APPLY is 0.
+    and :math:`w \leftarrow w - (\text{lr} \cdot \text{wd} \cdot w + \text{lr} \cdot u)`: the decay
+    and the update are added up before they are rounded into the weight. Nothing is written where
+    APPLY is 0.
 
     Args:
       kind: "sgd", "momentum", "nesterov" or "adam".
       layout: the arenas' layout.
       floats: the scalars that the prologue derived.
-      weights: [layout.size], of the layout's dtype; updated in place where donated, like the moments.
+      weights: [layout.size], of the layout's dtype; updated in place where donated, like the
+        moments.
       moments: none, one or two arrays like ``weights``.
       gradients: the leaves in arena order, in mixed dtypes, or one arena.
       backend: "auto", "cpu", "cuda" or "xla".

@@ -39,7 +39,10 @@ def update(
 
 
 def _runs(layout: ArenaLayout) -> list[tuple[int, int, int]]:
-    """The arena as stretches of one group: (low, high, group). Padding is all zero and stays so under every update."""
+    """The arena as stretches of one group: (low, high, group).
+
+    Padding is all zero and stays so under every update.
+    """
     groups = layout.segments[:, 4]
     if not len(groups):
         return []
