@@ -11,4 +11,6 @@ from .backends import scalar_slots as scalar_slots
 from .backends import tuning as tuning
 from .backends import warn_missing_cuda_once as warn_missing_cuda_once
 from .backends import why_not as why_not
+from .diagnosis import Diagnosis as Diagnosis
+from .diagnosis import diagnose as diagnose
 from .errors import BackendUnavailable as BackendUnavailable

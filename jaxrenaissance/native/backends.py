@@ -211,6 +211,15 @@ def tuning() -> dict[str, int]:
     return build_info("cuda")["tuning"]
 
 
+def driver_cuda() -> tuple[int, int]:
+    """The newest CUDA version that the NVIDIA driver supports, (0, 0) where there is no driver.
+
+    Raises:
+        BackendUnavailable: as `require`, for CUDA.
+    """
+    return _backend("cuda").require().driver_cuda()
+
+
 def warn_missing_cuda_once() -> None:
     """Warns, once in a process, that a computation for CUDA runs without the CUDA module.
 

@@ -65,7 +65,7 @@ def gradient_operands(
     layout: ArenaLayout, gradients: Sequence[jax.Array] | jax.Array
 ) -> tuple[tuple[jax.Array, ...], bool]:
     """The gradients as operands, checked, and whether they are one arena rather than leaves."""
-    if isinstance(gradients, (list, tuple)):
+    if isinstance(gradients, Sequence):
         check_leaves("gradients", gradients, layout)
         return tuple(gradients), False
     check_arena("gradients", gradients, layout)

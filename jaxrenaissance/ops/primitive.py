@@ -176,7 +176,7 @@ class Op:
         tables = self._tables.arrays(layout, platform)
         # Operands without batch dimensions, behind a -1 that keeps the attribute from being empty.
         shared = [-1, *(i for i, b in enumerate(batched) if batch and not b)]
-        attributes = {k: np.int64(v) for k, v in self._attributes(**static).items()}
+        attributes: dict[str, Any] = {k: np.int64(v) for k, v in self._attributes(**static).items()}
         if tables and platform == "cuda":
             tuning = native.tuning()
             attributes["tile_ranges"] = tile_ranges(layout, tuning["tile"], tuning["max_leaves"])
