@@ -1,0 +1,16 @@
+"""All of a model's parameters updated in a constant number of kernel launches."""
+
+from .check import check as check
+from .native import BackendUnavailable as BackendUnavailable
+from .optimizers import adam as adam
+from .optimizers import adamw as adamw
+from .optimizers import sgd as sgd
+from .packed import Packed as Packed
+from .plan import MemoryPlan as MemoryPlan
+from .plan import PlanConfig as PlanConfig
+from .regions import BIAS_LIKE as BIAS_LIKE
+from .regions import WEIGHTS as WEIGHTS
+from .regions import MemRange as MemRange
+from .regions import Region as Region
+from .train_state import TrainState as TrainState
+from .transform import Optimizer as Optimizer

@@ -1,0 +1,45 @@
+"""check: what the host looks at now and then, since a skipped step waits for nobody."""
+
+import jax.core
+import numpy as np
+
+from . import scalars
+from .train_state import TrainState
+
+
+def check(state: TrainState, *, max_consecutive: int = 20) -> None:
+    """Raises where too many calls in a row were skipped because a gradient was not finite.
+
+    Call it on the host when you log; it waits for the step that made the state. Of a state with
+    several members, made by `jax.vmap`, it looks at each.
+
+    Args:
+        state: the state after any step.
+        max_consecutive: how many skipped calls in a row are taken for normal.
+
+    Raises:
+        FloatingPointError: with the number of the last such call and the path of the first leaf
+            whose gradient had a NaN or an infinity in it.
+        TypeError: if the state is traced, inside jit.
+    """
+    if isinstance(state.ints, jax.core.Tracer):
+        raise TypeError("check: the state is traced. Call check outside of jit, where one logs")
+    ints = np.asarray(state.ints)
+    consecutive = ints[..., scalars.CONSECUTIVE_SKIPS]
+    worst = np.unravel_index(int(consecutive.argmax()), consecutive.shape)
+    if consecutive[worst] <= max_consecutive:
+        return
+    member = f"member {', '.join(map(str, worst))}: " if worst else ""
+    counters = ints[worst]
+    path = _path(state, int(counters[scalars.LAST_BAD_LEAF]))
+    raise FloatingPointError(
+        f"{member}the last {counters[scalars.CONSECUTIVE_SKIPS]} calls of apply_gradients were "
+        f"skipped, at step {counters[scalars.STEP]}. In call {counters[scalars.LAST_BAD_CALL]} "
+        f"(the first is 0) the gradient of {path!r} was the first that was not finite"
+    )
+
+
+def _path(state: TrainState, number: int) -> str:
+    """The path of a leaf from its number: position in arena order, one arena after the other."""
+    order = [i for arena in state.plan.arenas for i in arena.leaves]
+    return state.plan.leaves[order[number]].path

@@ -1,0 +1,60 @@
+"""What to use instead of an optax transformation that was handed to `TrainState`."""
+
+import functools
+from typing import Any
+
+# The factory's name in optax → what this package has for it.
+_INSTEAD = {
+    "scale_by_adam": "jr.adam or jr.adamw",
+    "trace": "jr.sgd(momentum=…)",
+    "add_decayed_weights": "weight_decay= and mask= of jr.adamw, or of jr.sgd with decoupled=False",
+    "scale_by_learning_rate": "learning_rate=, a number or a schedule",
+    "scale_by_schedule": "learning_rate=, which takes the schedule",
+    "scale": "learning_rate=",
+    "inject_hyperparams": "the numbers themselves, traced or not, and state.replace_hyperparams",
+    "apply_if_finite": "skip_nonfinite=True, the default",
+    "zero_nans": "skip_nonfinite=True, the default",
+    "masked": "mask= for weight decay, TrainState.create(trainable=…) for frozen leaves",
+    "set_to_zero": "TrainState.create(trainable=…)",
+    "partition": "TrainState.create(trainable=…) for frozen leaves",
+    "multi_transform": "TrainState.create(trainable=…) for frozen leaves",
+    "freeze": "TrainState.create(trainable=…)",
+    "clip": "the same transformation on the gradients, before apply_gradients",
+    "clip_by_global_norm": "the same transformation on the gradients, before apply_gradients",
+    "clip_by_block_rms": "the same transformation on the gradients, before apply_gradients",
+    "adaptive_grad_clip": "the same transformation on the gradients, before apply_gradients",
+    "centralize": "the same transformation on the gradients, before apply_gradients",
+}
+_CONTAINERS = ("chain", "named_chain", "identity", "with_extra_args_support")
+_MAX_DEPTH = 6
+
+
+def instead_of(transformation: Any) -> str:
+    """Advice for an optax transformation: what it is made of, and what to use for each part."""
+    names = list(dict.fromkeys(_parts(transformation.update, 0)))
+    parts = [f"for optax.{name}: {_INSTEAD[name]}" for name in names if name in _INSTEAD]
+    unknown = [f"optax.{name}" for name in names if name not in _INSTEAD]
+    if unknown:
+        parts.append(
+            f"for {', '.join(unknown)}: the same transformation on the gradients, before "
+            "apply_gradients; or keep optax's training loop, which takes the jr optimizers too"
+        )
+    return "; ".join(parts) or "make the optimizer with jr.adamw, jr.adam or jr.sgd"
+
+
+def _parts(function: Any, depth: int) -> list[str]:
+    """Names of the optax factories whose update functions are called, found in the closures."""
+    if depth > _MAX_DEPTH:
+        return []
+    if isinstance(function, functools.partial):
+        return _parts(function.func, depth + 1)
+    if isinstance(function, list | tuple):
+        return [name for item in function for name in _parts(item, depth + 1)]
+    module = getattr(function, "__module__", None) or ""
+    qualified = getattr(function, "__qualname__", "")
+    factory, _, inner = qualified.partition(".<locals>.")
+    if not callable(function) or not module.startswith("optax") or not inner:
+        return []
+    names = [] if factory in _CONTAINERS or "init" in inner else [factory]
+    cells = getattr(function, "__closure__", None) or ()
+    return names + [name for cell in cells for name in _parts(cell.cell_contents, depth + 1)]
