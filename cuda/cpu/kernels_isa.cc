@@ -6,6 +6,21 @@
 namespace jaxrenaissance {
 namespace {
 
+// The loops go in blocks, and ask for the lines that come later: hardware prefetchers stop at the
+// end of a page. Measured on two cores: a pass that only reads took half the time, an update 5 %
+// less.
+constexpr int64_t kBlock = 64;    // elements
+constexpr int64_t kAhead = 1024;  // elements
+constexpr int64_t kLineBytes = 64;
+
+template <typename T>
+JR_HD void PrefetchBlock(const T* block) {
+  const char* later = reinterpret_cast<const char*>(block + kAhead);
+  for (int64_t i = 0; i < kBlock * static_cast<int64_t>(sizeof(T)); i += kLineBytes) {
+    __builtin_prefetch(later + i);
+  }
+}
+
 template <typename Rule, typename T, typename S, typename G>
 void Update(const UpdateStretch& stretch) {
   const S* floats = static_cast<const S*>(stretch.floats);
@@ -15,14 +30,21 @@ void Update(const UpdateStretch& stretch) {
   T* __restrict m = static_cast<T*>(stretch.moments[0]);
   T* __restrict v = static_cast<T*>(stretch.moments[1]);
   const G* __restrict g = static_cast<const G*>(stretch.gradient);
-  for (int64_t i = 0; i < stretch.count; ++i) {
-    T wi = w[i], mi{}, vi{};
-    if constexpr (Rule::kMoments > 0) mi = m[i];
-    if constexpr (Rule::kMoments > 1) vi = v[i];
-    Rule::Apply(scalars, static_cast<T>(Widen(g[i])) * factor, wi, mi, vi);
-    w[i] = wi;
-    if constexpr (Rule::kMoments > 0) m[i] = mi;
-    if constexpr (Rule::kMoments > 1) v[i] = vi;
+  for (int64_t block = 0; block < stretch.count; block += kBlock) {
+    PrefetchBlock(g + block);
+    PrefetchBlock(w + block);
+    if constexpr (Rule::kMoments > 0) PrefetchBlock(m + block);
+    if constexpr (Rule::kMoments > 1) PrefetchBlock(v + block);
+    const int64_t end = block + kBlock < stretch.count ? block + kBlock : stretch.count;
+    for (int64_t i = block; i < end; ++i) {
+      T wi = w[i], mi{}, vi{};
+      if constexpr (Rule::kMoments > 0) mi = m[i];
+      if constexpr (Rule::kMoments > 1) vi = v[i];
+      Rule::Apply(scalars, static_cast<T>(Widen(g[i])) * factor, wi, mi, vi);
+      w[i] = wi;
+      if constexpr (Rule::kMoments > 0) m[i] = mi;
+      if constexpr (Rule::kMoments > 1) v[i] = vi;
+    }
   }
 }
 
@@ -44,7 +66,11 @@ template <typename L>
 bool AnyNonFinite(const void* data, int64_t count) {
   const L* __restrict x = static_cast<const L*>(data);
   int bad = 0;
-  for (int64_t i = 0; i < count; ++i) bad |= IsNonFinite(x[i]) ? 1 : 0;
+  for (int64_t block = 0; block < count; block += kBlock) {
+    PrefetchBlock(x + block);
+    const int64_t end = block + kBlock < count ? block + kBlock : count;
+    for (int64_t i = block; i < end; ++i) bad |= IsNonFinite(x[i]) ? 1 : 0;
+  }
   return bad != 0;
 }
 
