@@ -3,8 +3,10 @@
 Nothing is loaded on import, so that importing never fails and never warns.
 """
 
+from .backends import DISABLE as DISABLE
 from .backends import available as available
 from .backends import build_info as build_info
+from .backends import cuda_devices as cuda_devices
 from .backends import disabled as disabled
 from .backends import require as require
 from .backends import scalar_slots as scalar_slots
@@ -14,3 +16,4 @@ from .backends import why_not as why_not
 from .diagnosis import Diagnosis as Diagnosis
 from .diagnosis import diagnose as diagnose
 from .errors import BackendUnavailable as BackendUnavailable
+from .sources import build_record as build_record
