@@ -1,0 +1,193 @@
+"""Specs and schedules compare by what they do, so that an equal optimizer compiles nothing anew."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxrenaissance as jr
+from jaxrenaissance.spec import Schedule, fingerprint
+
+BUILDERS = {
+    "constant": lambda x: optax.constant_schedule(x),
+    "cosine": lambda x: optax.cosine_decay_schedule(x, 100),
+    "exponential": lambda x: optax.exponential_decay(x, 10, 0.5),
+    "linear": lambda x: optax.linear_schedule(x, 0.0, 10),
+    "piecewise": lambda x: optax.piecewise_constant_schedule(x, {5: 0.1, 10: 0.5}),
+    "polynomial": lambda x: optax.polynomial_schedule(x, 0.0, 2, 10),
+    "warmup": lambda x: optax.warmup_cosine_decay_schedule(0.0, x, 10, 100),
+    "joined": lambda x: optax.join_schedules(
+        [optax.linear_schedule(0.0, x, 5), optax.constant_schedule(x)], [5]
+    ),
+    "onecycle": lambda x: optax.cosine_onecycle_schedule(100, x),
+    "sgdr": lambda x: optax.sgdr_schedule(
+        [{"init_value": 0.0, "peak_value": x, "decay_steps": 9, "warmup_steps": 2}]
+    ),
+    "partial": lambda x: functools.partial(_power, x),
+    "default": lambda x: lambda count, base=x: base * count,
+    "keyword default": lambda x: lambda count, *, base=x: base * count,
+    "array": lambda x: _from_table(np.array([x, x / 2])),
+    "method": lambda x: _Halving(x).at,
+    "callable": lambda x: _Halving(x),
+}
+
+
+def _power(base, count):
+    return base**count
+
+
+def _from_table(table):
+    return lambda count: jnp.asarray(table)[jnp.minimum(count, 1)]
+
+
+class _Halving:
+    def __init__(self, start):
+        self.start = start
+
+    def __eq__(self, other):
+        return isinstance(other, _Halving) and self.start == other.start
+
+    def __hash__(self):
+        return hash(self.start)
+
+    def at(self, count):
+        return self.start / 2**count
+
+    __call__ = at
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_schedule_built_again_is_equal_and_one_of_another_value_is_not(name):
+    build = BUILDERS[name]
+    first, again, other = (Schedule(build(x)) for x in (0.1, 0.1, 0.2))
+    assert first == again
+    assert hash(first) == hash(again)
+    assert first != other
+    assert jr.adamw(build(0.1)).spec == jr.adamw(build(0.1)).spec
+    assert jr.adamw(build(0.1)).spec != jr.adamw(build(0.2)).spec
+
+
+def test_equal_values_of_other_types_are_told_apart():
+    values = [1, 1.0, True, "1", b"1", (1,), [1], {1: 1}, np.float32(1), np.array([1]), None, 0.0]
+    values += [-0.0, float("nan")]
+    keys = [fingerprint(value) for value in values]
+    assert all(a != b for i, a in enumerate(keys) for b in keys[:i])
+    assert fingerprint(float("nan")) == fingerprint(float("nan"))
+
+
+def test_other_code_with_equal_closures_is_told_apart():
+    x = 0.5
+    assert Schedule(lambda count: x * count) != Schedule(lambda count: x + count)
+
+
+def test_a_module_constant_that_changed_makes_another_schedule():
+    # What happens in a notebook: the cell runs again after the constant that it reads has changed.
+    namespace = {}
+    source = "schedule = lambda count: (lambda c: BASE * c)(count)"
+    exec("BASE = 0.1", namespace)
+    exec(compile(source, "<cell>", "exec"), namespace)
+    first = Schedule(namespace["schedule"])
+    exec(compile(source, "<cell>", "exec"), namespace)
+    again = Schedule(namespace["schedule"])
+    exec("BASE = 0.2", namespace)
+    exec(compile(source, "<cell>", "exec"), namespace)
+    assert first == again
+    assert first != Schedule(namespace["schedule"])
+
+
+def test_objects_that_do_not_compare_fall_back_to_identity():
+    array = jnp.ones(2)
+    assert fingerprint(array) == fingerprint(array)
+    assert fingerprint(array) != fingerprint(jnp.ones(2))
+    one, other = object(), object()
+    assert fingerprint((one,)) == fingerprint((one,))
+    assert fingerprint((one,)) != fingerprint((other,))
+
+
+def test_a_schedule_that_refers_to_itself_has_a_fingerprint():
+    def build(base):
+        def schedule(count):
+            return schedule(count - 1) / 2 if count else base
+
+        return schedule
+
+    assert Schedule(build(1.0)) == Schedule(build(1.0))
+    assert Schedule(build(1.0)) != Schedule(build(2.0))
+
+
+def test_a_schedule_over_a_traced_value_is_an_error_with_advice():
+    def run(x):
+        jr.adamw(optax.constant_schedule(x))
+
+    with pytest.raises(ValueError, match="learning_rate: the schedule closes over a traced value"):
+        jax.jit(run)(1.0)
+
+
+def test_numbers_are_no_part_of_the_spec_and_structure_is():
+    base = jr.adamw(1e-3)
+    assert base.spec == jr.adamw(3e-4, b1=0.5, weight_decay=0.5, eps=1e-3).spec
+    assert hash(base.spec) == hash(jr.adamw(3e-4).spec)
+    others = [
+        jr.adam(1e-3),
+        jr.sgd(1e-3),
+        jr.sgd(1e-3, momentum=0.9),
+        jr.sgd(1e-3, momentum=0.9, nesterov=True),
+        jr.sgd(1e-3, decoupled=False),
+        jr.adamw(1e-3, skip_nonfinite=False),
+        jr.adamw(1e-3, backend="xla"),
+        jr.adamw(optax.constant_schedule(1e-3)),
+    ]
+    specs = [base.spec, *(optimizer.spec for optimizer in others)]
+    assert len(set(specs)) == len(specs)
+
+
+def test_optimizers_compare_with_their_numbers_since_flax_keeps_them_in_its_static_part():
+    assert jr.adamw(1e-3) == jr.adamw(1e-3)
+    assert hash(jr.adamw(1e-3)) == hash(jr.adamw(1e-3))
+    assert jr.adamw(1e-3) != jr.adamw(3e-4)
+    assert jr.adamw(1e-3, mask=True) != jr.adamw(1e-3, mask=False)
+    assert jr.adamw(1e-3, mask={"a": True}) == jr.adamw(1e-3, mask={"a": True})
+    assert jr.adamw(1e-3) != optax.adamw(1e-3)
+    traced = jnp.float32(1e-3)
+    assert jr.adamw(traced) == jr.adamw(traced)
+    assert jr.adamw(traced) != jr.adamw(jnp.float32(1e-3))
+
+
+def test_an_optimizer_is_an_optax_one_that_prints_its_numbers_and_has_no_leaves():
+    optimizer = jr.adamw(optax.constant_schedule(1e-3), b1=jnp.float32(0.5))
+    assert isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    assert repr(optimizer) == (
+        "adamw(learning_rate=constant_schedule.<locals>.<lambda>, b1=<float32 scalar>, b2=0.999, "
+        "eps=1e-08, eps_root=0, weight_decay=0.0001)"
+    )
+    assert jax.tree.leaves(optimizer) == []
+
+
+def test_a_spec_without_schedules_can_be_pickled():
+    optimizer = jr.sgd(0.1, momentum=0.9)
+    assert pickle.loads(pickle.dumps(optimizer)) == optimizer
+
+
+def test_equal_optimizers_and_other_numbers_compile_nothing():
+    params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}
+
+    def build(scale, b1, weight_decay):
+        schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 10, 100)
+        optimizer = jr.adamw(schedule, b1=b1, weight_decay=weight_decay, backend="xla")
+        scaled = jax.tree.map(lambda x: x * scale, params)
+        return jr.TrainState.create(scaled, optimizer, compute_dtype="bfloat16")
+
+    step = jax.jit(lambda s: s.apply_gradients(s.compute_params), donate_argnums=0)
+    state = step(step(build(1.0, 0.9, 0.1)))
+    assert step._cache_size() == 1
+    for numbers in ((2.0, 0.8, 0.0), (3.0, 0.7, 0.3)):
+        other = build(*numbers)
+        assert jax.tree.structure(other) == jax.tree.structure(state)
+        step(step(other))
+    assert step._cache_size() == 1
+    step(jr.TrainState.create(params, jr.adamw(1e-3, backend="xla")))
+    assert step._cache_size() == 2
