@@ -225,3 +225,10 @@ def test_command_that_mends_the_build_is_named_in_the_record() -> None:
         pytest.skip("nothing was built")
     assert bool(record.CPU_REASON) == bool(record.CPU_REMEDY)
     assert bool(record.CUDA_REASON) == bool(record.CUDA_REMEDY)
+
+
+def test_pre_commit_uses_the_versions_of_the_extra() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    dev = PYPROJECT["project"]["optional-dependencies"]["dev"]
+    for pinned in re.findall(r'"([a-z-]+==[\d.]+)"', hooks):
+        assert pinned in dev
