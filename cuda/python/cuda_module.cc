@@ -1,5 +1,6 @@
-// The module _jaxrenaissance_cuda. jaxrenaissance/native is the only place that imports it. The CUDA runtime is linked
-// statically and opens the driver's library when it is first called, so the module imports on a machine without one.
+// The module _jaxrenaissance_cuda. jaxrenaissance/native is the only place that imports it. The
+// CUDA runtime is linked statically and opens the driver's library when it is first called, so the
+// module imports on a machine without one.
 #include <cuda_runtime_api.h>
 
 #include "ffi/scalar_slots.h"

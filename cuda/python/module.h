@@ -1,6 +1,5 @@
 // What the two modules have in common: handing XLA's handlers and the facts of the build to Python.
-#ifndef JAXRENAISSANCE_PYTHON_MODULE_H_
-#define JAXRENAISSANCE_PYTHON_MODULE_H_
+#pragma once
 
 #include <pybind11/pybind11.h>
 
@@ -45,5 +44,3 @@ inline pybind11::dict CommonBuildInfo() {
 }
 
 }  // namespace jaxrenaissance
-
-#endif  // JAXRENAISSANCE_PYTHON_MODULE_H_
