@@ -253,6 +253,8 @@ def _structure_fault(plan: MemoryPlan, tree: Any, argument: str) -> str:
     got = {path_string(key_path) for key_path, _ in jtu.tree_leaves_with_path(tree)}
     faults = [f"{path!r} is missing" for path in wanted if path not in got]
     faults += [f"{path!r} is not a leaf of the parameters" for path in sorted(got - known)]
+    if not faults and not all(plan.trained):
+        faults = ["the places of leaves that are not trained must be there, with None or anything"]
     if not faults:
         got_structure, wanted_structure = _short(jtu.tree_structure(tree)), _short(plan.treedef)
         faults = [f"other containers, got {got_structure}, wanted {wanted_structure}"]
