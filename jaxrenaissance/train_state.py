@@ -15,6 +15,7 @@ import optax
 from . import hyperparams, packed, scalars, transform
 from .compute_dtypes import ComputeDtype, resolve
 from .foreign import instead_of
+from .ops.primitive import _same_manual_axes
 from .packed import Dtypes
 from .paths import path_string
 from .plan import MemoryPlan, Rules, Stacked
@@ -402,12 +403,15 @@ def _create(static: Static, leaves: list[Any], extra: Any, floats: jax.Array) ->
     pairs = list(zip(leaves, static.plan.trained, strict=True))
     trained = [x for x, is_trained in pairs if is_trained]
     weights = packed.pack(static.plan, trained, backend=static.spec.backend)
+    # Inside shard_map each step leaves all of them varying over the same axes, so they start so.
+    ints = jnp.asarray(scalars.initial_ints())
+    floats, ints, *weights = _same_manual_axes([jnp.copy(floats), ints, *weights])
     moments = static.spec.config.moments
     return TrainState(
-        weights=weights,
+        weights=tuple(weights),
         moments=tuple(tuple(jnp.zeros_like(w) for _ in range(moments)) for w in weights),
-        floats=jnp.copy(floats),
-        ints=jnp.asarray(scalars.initial_ints()),
+        floats=floats,
+        ints=ints,
         frozen=tuple(jnp.copy(x) for x, is_trained in pairs if not is_trained),
         extra=_copy(extra),
         static=static,

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import Oracle
 
 import jaxrenaissance as jr
@@ -671,6 +673,27 @@ def test_buffers_of_a_donated_state_are_used_again(backend):
     assert sorted(before) == sorted(after)
 
 
+def test_a_donated_step_of_a_nonlinear_model_copies_no_arena(backend):
+    if backend == "xla":
+        pytest.skip("plain jax.numpy slices and joins arenas")
+    params = {f"layer{i}": mlp(i, width=17) for i in range(3)}
+    schedule = optax.cosine_decay_schedule(1e-3, 10)
+    optimizer = jr.adamw(schedule, mask="weights", backend=backend)
+    state = jr.TrainState.create(params, optimizer, compute_dtype="bfloat16")
+
+    def step(state, x):
+        def loss(params):
+            return sum(loss_fn(layer, x) for layer in params.values())
+
+        return state.apply_gradients(jax.grad(loss)(state.compute_params))
+
+    compiled = jax.jit(step, donate_argnums=0).lower(state, batch()).compile().as_text()
+    size = state.plan.arenas[0].size
+    assert f"f32[{size}]" in compiled
+    copies = [line for line in compiled.splitlines() if " copy(" in line and f"[{size}]" in line]
+    assert copies == []
+
+
 def test_the_second_call_and_an_equal_optimizer_compile_nothing(backend):
     compiled = []
 
@@ -831,6 +854,105 @@ def test_vmap_over_numbers_nested_is_a_loop(backend):
     assert (again.step == 3).all()
     created = jax.vmap(lambda lr: jr.TrainState.create(params, jr.adamw(lr, mask="weights")))(rates)
     np.testing.assert_allclose(created.metrics["learning_rate"], rates)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_with_a_replicated_state_is_the_step_over_the_whole_batch(check_vma, backend):
+    devices = jax.devices("cpu") if backend == "cpu" else jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4 * mesh.size, 3)), jnp.float32)
+    optimizer = jr.adamw(1e-2, weight_decay=0.1, mask="weights", backend=backend)
+    state = jr.TrainState.create(mlp(), optimizer)
+
+    def local_step(state, x):
+        params = state.compute_params
+        if check_vma:
+            params = jax.lax.pcast(params, "data", to="varying")
+        grads = jax.lax.pmean(jax.grad(loss_fn)(params, x), "data")
+        return state.apply_gradients(grads)
+
+    replicated, sharded = PartitionSpec(), PartitionSpec("data")
+    step = jax.jit(
+        jax.shard_map(
+            local_step,
+            mesh=mesh,
+            in_specs=(replicated, sharded),
+            out_specs=replicated,
+            check_vma=check_vma,
+        )
+    )
+    wanted = state
+    for _ in range(2):
+        state, (wanted, _) = step(state, x), jax.jit(train_step)(wanted, x)
+    assert_buffers_equal(state.params, wanted.params, rtol=1e-5, atol=1e-6)
+
+
+def test_states_made_inside_shard_map_train_on_in_a_scan(backend):
+    # PureJaxRL's shape on several devices: seeds over devices, each a whole training run.
+    devices = jax.devices("cpu") if backend == "cpu" else jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("seeds",), (AxisType.Auto,), devices=devices)
+    optimizer = jr.adamw(1e-2, mask="weights", backend=backend)
+
+    def train(scale):
+        params = jax.tree.map(lambda x: x * scale, mlp())
+        state = jr.TrainState.create(params, optimizer)
+        xs = jnp.stack([batch(i) for i in range(3)])
+        return jax.lax.scan(train_step, state, xs)[0].params
+
+    spec = PartitionSpec("seeds")
+    scales = jnp.linspace(0.5, 1.0, 2 * mesh.size)
+    many = jax.jit(jax.shard_map(jax.vmap(train), mesh=mesh, in_specs=spec, out_specs=spec))(scales)
+    wanted = jax.jit(train)(scales[-1])
+    assert_buffers_equal(jax.tree.map(lambda x: x[-1], many), wanted, rtol=1e-5, atol=1e-6)
+
+
+LEAF = st.tuples(
+    st.lists(st.sampled_from([0, 1, 2, 3, 7, 31, 32, 33]), max_size=3).map(tuple),
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+)
+TREE = st.recursive(
+    LEAF | st.none(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["kernel", "bias", "scale", "x"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    tree=TREE,
+    kind=st.sampled_from(["sgd", "nesterov", "adam", "adamw"]),
+    bad=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_random_trees_step_as_in_float64(tree, kind, bad, seed):
+    rng = np.random.default_rng(seed)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, tuple))
+    params = treedef.unflatten([jnp.asarray(rng.normal(size=x[0]), x[1]) for x in leaves])
+    optimizer = {
+        "sgd": jr.sgd(0.1, weight_decay=0.1, mask="weights"),
+        "nesterov": jr.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1, mask="weights"),
+        "adam": jr.adam(0.1, eps=1e-4, weight_decay=0.1, mask="weights"),
+        "adamw": jr.adamw(0.1, eps=1e-4, weight_decay=0.1, mask="weights"),
+    }[kind]
+    state = jr.TrainState.create(params, optimizer)
+    numbers = {"learning_rate": 0.1, "eps": 1e-4, "weight_decay": 0.1}
+    decayed = [leaf.region in jr.WEIGHTS for leaf in state.plan.leaves]
+    oracle = Oracle(kind, jax.tree.leaves(params), decayed=decayed, **numbers)
+    for i in range(2):
+        grads = [jnp.asarray(rng.normal(size=x[0]), x[2]) for x in leaves]
+        filled = [k for k, g in enumerate(grads) if g.size]
+        if bad and i == 0 and filled:
+            grads[filled[-1]] = grads[filled[-1]].at[(-1,) * grads[filled[-1]].ndim].set(jnp.nan)
+        state = state.apply_gradients(treedef.unflatten(grads))
+        oracle.step(grads)
+    assert int(state.step) == oracle.count
+    flat = [np.asarray(w) for w in state.weights]
+    for leaf, wanted in zip(state.plan.leaves, oracle.weights, strict=True):
+        got = flat[leaf.arena][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_float64_leaves_stay_float64_in_states_and_arithmetic(backend):
