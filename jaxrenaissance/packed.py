@@ -148,10 +148,7 @@ def by_arena(plan: MemoryPlan, leaves: Sequence[Any]) -> list[list[Any]]:
 
 
 def pack(plan: MemoryPlan, leaves: Sequence[Any], *, backend: str) -> Arenas:
-    """The arenas that hold the trained leaves, given in the tree's order; one launch an arena.
-
-    New buffers, also where an arena is nothing but one leaf.
-    """
+    """The arenas that hold the trained leaves, given in the tree's order; one launch an arena."""
     return _pack(list(leaves), plan=plan, backend=backend)
 
 
@@ -175,12 +172,10 @@ def unpack(
 # Inlined into the step's own jit; called from Python, all leaves cost one dispatch.
 @functools.partial(jax.jit, static_argnames=("plan", "backend"), inline=True)
 def _pack(leaves: list[Any], *, plan: MemoryPlan, backend: str) -> Arenas:
-    arenas = []
-    for layout, own in zip(plan.arenas, by_arena(plan, leaves), strict=True):
-        arena = ops.pack(layout, own, backend=backend)
-        # An arena may be exactly one leaf, and then the xla backend gives that very array back.
-        arenas.append(jnp.copy(arena) if any(arena is leaf for leaf in own) else arena)
-    return tuple(arenas)
+    return tuple(
+        ops.pack(layout, own, backend=backend)
+        for layout, own in zip(plan.arenas, by_arena(plan, leaves), strict=True)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "dtypes", "backend"), inline=True)
@@ -190,7 +185,7 @@ def _unpack(arenas: Arenas, *, plan: MemoryPlan, dtypes: Dtypes, backend: str) -
         for i, leaf in zip(
             layout.leaves, ops.unpack(layout, arena, own, backend=backend), strict=True
         ):
-            leaves[i] = jnp.copy(leaf) if leaf is arena else leaf
+            leaves[i] = leaf
     return leaves
 
 
