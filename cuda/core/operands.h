@@ -29,11 +29,12 @@ struct Floats {
   bool is_double;
 };
 
-// A layout's table and the size of one member's arena.
+// A batch of arenas of one layout. The segments lie in host memory, with the compiled program.
 struct Layout {
   const Segment* segments;
   int64_t num_segments;
-  int64_t size;
+  int64_t size;  // elements of one member's arena
+  bool is_double;
   int64_t members;
 };
 

@@ -12,9 +12,9 @@ struct GroupScalars {
   T lr, lr_wd, l2, momentum, b1, one_minus_b1, b2, one_minus_b2, eps, eps_root, c1, c2;
 };
 
+// `row` is the group's row of the scalar arena.
 template <typename T, typename S>
-JR_HD GroupScalars<T> LoadGroup(const S* floats, int64_t group) {
-  const S* row = floats + (1 + group) * kRow;
+JR_HD GroupScalars<T> LoadGroup(const S* row) {
   const T one_minus_b1 = static_cast<T>(row[kOneMinusB1]);
   const T one_minus_b2 = static_cast<T>(row[kOneMinusB2]);
   return {static_cast<T>(row[kLearningRate]),

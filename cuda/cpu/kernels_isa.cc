@@ -24,7 +24,7 @@ JR_HD void PrefetchBlock(const T* block) {
 template <typename Rule, typename T, typename S, typename G>
 void Update(const UpdateStretch& stretch) {
   const S* floats = static_cast<const S*>(stretch.floats);
-  const GroupScalars<T> scalars = LoadGroup<T>(floats, stretch.group);
+  const GroupScalars<T> scalars = LoadGroup<T>(floats + (1 + stretch.group) * kRow);
   const T factor = static_cast<T>(floats[kGradFactor]);
   T* __restrict w = static_cast<T*>(stretch.weights);
   T* __restrict m = static_cast<T*>(stretch.moments[0]);

@@ -6,83 +6,82 @@
 namespace jaxrenaissance {
 
 struct UpdateCall {
-  Layout layout{nullptr, 0, -1, 0};
-  bool is_double = false;
-  Floats floats{};
-  void* weights = nullptr;
-  void* moments[2] = {nullptr, nullptr};
-  GradientOperands gradients{};
+  Layout layout;
+  Floats floats;
+  void* weights;
+  void* moments[2];
+  GradientOperands gradients;
 };
 
-inline UpdateCall DecodeUpdate(Decoder& decoder, int moments, bool from_arena) {
-  UpdateCall call;
-  decoder.Segments(call.layout);
+inline UpdateCall DecodeUpdate(Decoder& decoder, int moments) {
+  UpdateCall call{};
+  call.layout = decoder.ReadLayout();
   call.floats = decoder.ReadFloats();
-  call.weights = decoder.Arena(call.layout, call.is_double, "the weights");
-  decoder.CheckInPlace(0, call.weights, "the weights");
-  for (int i = 0; i < moments; ++i) {
-    call.moments[i] = decoder.Arena(call.layout, call.is_double, "a moment");
-    decoder.CheckInPlace(1 + i, call.moments[i], "a moment");
-  }
-  call.gradients = decoder.Gradients(from_arena, call.layout, call.is_double);
+  call.weights = decoder.ReadInPlaceArena(call.layout, 0, "the weights");
+  for (int i = 0; i < moments; ++i)
+    call.moments[i] = decoder.ReadInPlaceArena(call.layout, 1 + i, "a moment");
+  call.gradients = decoder.Gradients(call.layout);
   return call;
 }
 
 struct StatisticsCall {
-  Layout layout{nullptr, 0, -1, 0};
-  bool is_double = false;
-  int32_t* ints = nullptr;
-  GradientOperands gradients{};
+  Layout layout;
+  int32_t* ints;
+  GradientOperands gradients;
 };
 
-inline StatisticsCall DecodeStatistics(Decoder& decoder, bool from_arena, int64_t size,
-                                       bool is_double) {
-  StatisticsCall call;
-  call.layout.size = size;
-  call.is_double = is_double;
-  decoder.Segments(call.layout);
-  call.ints = decoder.Ints();
-  decoder.CheckInPlace(0, call.ints, "ints");
-  call.gradients = decoder.Gradients(from_arena, call.layout, call.is_double);
+inline StatisticsCall DecodeStatistics(Decoder& decoder) {
+  StatisticsCall call{};
+  call.layout = decoder.ReadLayout();
+  call.ints = decoder.ReadInPlaceInts(0);
+  call.gradients = decoder.Gradients(call.layout);
   return call;
 }
 
-struct PackingCall {
-  Layout layout{nullptr, 0, -1, 0};
-  bool is_double = false;
-  void* arena = nullptr;
+struct UnpackCall {
+  Layout layout;
+  const void* arena;
+  int64_t arena_stride;
   std::vector<Leaf> leaves;
 };
 
-inline PackingCall DecodeUnpack(Decoder& decoder) {
-  PackingCall call;
-  decoder.Segments(call.layout);
-  call.arena = decoder.Arena(call.layout, call.is_double, "the arena");
+inline UnpackCall DecodeUnpack(Decoder& decoder) {
+  UnpackCall call{};
+  call.layout = decoder.ReadLayout();
+  const Decoder::Arena arena = decoder.ReadArena(call.layout, "the arena");
+  call.arena = arena.data;
+  call.arena_stride = arena.stride;
   call.leaves = decoder.ResultLeaves();
   return call;
 }
 
-inline PackingCall DecodePack(Decoder& decoder) {
-  PackingCall call;
-  decoder.Segments(call.layout);
-  call.arena = decoder.ResultArena(0, call.layout, call.is_double, "the arena");
+struct PackCall {
+  Layout layout;
+  void* arena;
+  std::vector<Leaf> leaves;
+};
+
+inline PackCall DecodePack(Decoder& decoder) {
+  PackCall call{};
+  call.layout = decoder.ReadLayout();
+  call.arena = decoder.ResultArena(call.layout, "the arena");
   call.leaves = decoder.RemainingLeaves();
   return call;
 }
 
 struct PrologueCall {
-  void* floats = nullptr;
-  int32_t* ints = nullptr;
-  bool is_double = false;
-  int64_t num_groups = 0;
+  void* floats;
+  bool is_double;
+  int32_t* ints;
+  int64_t num_groups;
 };
 
-inline PrologueCall DecodePrologue(Decoder& decoder, int64_t num_floats) {
+inline PrologueCall DecodePrologue(Decoder& decoder) {
   const Floats floats = decoder.ReadFloats();
   decoder.CheckInPlace(0, floats.data, "floats");
-  int32_t* ints = decoder.Ints();
-  decoder.CheckInPlace(1, ints, "ints");
-  return {const_cast<void*>(floats.data), ints, floats.is_double, num_floats / kRow - 1};
+  int32_t* ints = decoder.ReadInPlaceInts(1);
+  const int64_t num_groups = decoder.Attribute<int64_t>("num_groups");
+  return {const_cast<void*>(floats.data), floats.is_double, ints, num_groups};
 }
 
 }  // namespace jaxrenaissance

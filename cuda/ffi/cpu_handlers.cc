@@ -75,15 +75,16 @@ double FloatAt(const Floats& floats, int64_t index) {
 
 template <typename Rule, UpdateKind kKind>
 ffi::Future Update(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                   int64_t members, ffi::Span<const int64_t> shared, int64_t from_arena) {
-  Decoder decoder(args, rets, 1, members, shared);
-  UpdateCall call = DecodeUpdate(decoder, Rule::kMoments, from_arena != 0);
+                   ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  UpdateCall call = DecodeUpdate(decoder, Rule::kMoments);
   if (!decoder.ok()) return Failed(decoder.error());
   const auto& kernels =
-      BestCpuKernels().update[call.is_double][call.floats.is_double][static_cast<int>(kKind)];
+      BestCpuKernels()
+          .update[call.layout.is_double][call.floats.is_double][static_cast<int>(kKind)];
   const int64_t chunks = NumChunks(call.layout);
   return ForEachChunk(pool, chunks, [call = std::move(call), &kernels](int64_t chunk) {
-    const int64_t item = ArenaItem(call.is_double);
+    const int64_t item = ArenaItem(call.layout.is_double);
     ForEachStretch(
         call.layout, chunk, [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
           const int64_t first_float = member * call.floats.stride;
@@ -91,7 +92,7 @@ ffi::Future Update(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
           const int64_t offset = (member * call.layout.size + low) * item;
           LeafType type;
           const void* gradient =
-              GradientElement(call.gradients, call.is_double, member, segment, low, type);
+              GradientElement(call.gradients, call.layout.is_double, member, segment, low, type);
           kernels[static_cast<int>(type)](
               {Offset(call.weights, offset),
                {Offset(call.moments[0], offset), Offset(call.moments[1], offset)},
@@ -111,10 +112,10 @@ void AtomicMin(int32_t* target, int32_t value) {
 }
 
 ffi::Future Statistics(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       int64_t members, ffi::Span<const int64_t> shared, int64_t from_arena,
-                       int64_t first_leaf, int64_t size, int64_t is_double) {
-  Decoder decoder(args, rets, 1, members, shared);
-  StatisticsCall call = DecodeStatistics(decoder, from_arena != 0, size, is_double != 0);
+                       ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  StatisticsCall call = DecodeStatistics(decoder);
+  const int64_t first_leaf = decoder.Attribute<int64_t>("first_leaf");
   if (!decoder.ok()) return Failed(decoder.error());
   const int64_t chunks = NumChunks(call.layout);
   return ForEachChunk(pool, chunks, [call = std::move(call), first_leaf](int64_t chunk) {
@@ -122,7 +123,7 @@ ffi::Future Statistics(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
         call.layout, chunk, [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
           LeafType type;
           const void* gradient =
-              GradientElement(call.gradients, call.is_double, member, segment, low, type);
+              GradientElement(call.gradients, call.layout.is_double, member, segment, low, type);
           if (BestCpuKernels().non_finite[static_cast<int>(type)](gradient, high - low)) {
             AtomicMin(call.ints + member * kInts + kFirstBad,
                       static_cast<int32_t>(first_leaf + segment.leaf));
@@ -132,30 +133,31 @@ ffi::Future Statistics(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
 }
 
 ffi::Future Unpack(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                   int64_t members, ffi::Span<const int64_t> shared) {
-  Decoder decoder(args, rets, 1, members, shared);
-  PackingCall call = DecodeUnpack(decoder);
+                   ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  UnpackCall call = DecodeUnpack(decoder);
   if (!decoder.ok()) return Failed(decoder.error());
   const int64_t chunks = NumChunks(call.layout);
   return ForEachChunk(pool, chunks, [call = std::move(call)](int64_t chunk) {
     ForEachStretch(
         call.layout, chunk, [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
           const Leaf& leaf = call.leaves[segment.leaf];
-          const int64_t offset = (member * call.layout.size + low) * ArenaItem(call.is_double);
-          BestCpuKernels().narrow[call.is_double][static_cast<int>(leaf.type)](
+          const int64_t offset =
+              (member * call.arena_stride + low) * ArenaItem(call.layout.is_double);
+          BestCpuKernels().narrow[call.layout.is_double][static_cast<int>(leaf.type)](
               Offset(call.arena, offset), LeafElement(leaf, member, segment, low), high - low);
         });
   });
 }
 
 ffi::Future Pack(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 int64_t members, ffi::Span<const int64_t> shared) {
-  Decoder decoder(args, rets, 1, members, shared);
-  PackingCall call = DecodePack(decoder);
+                 ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  PackCall call = DecodePack(decoder);
   if (!decoder.ok()) return Failed(decoder.error());
   const int64_t chunks = NumChunks(call.layout);
   return ForEachChunk(pool, chunks, [call = std::move(call)](int64_t chunk) {
-    const int64_t item = ArenaItem(call.is_double);
+    const int64_t item = ArenaItem(call.layout.is_double);
     const int64_t chunks_of_member = (call.layout.size + kChunk - 1) / kChunk;
     const int64_t member_of_chunk = chunk / chunks_of_member;
     int64_t written = (chunk % chunks_of_member) * kChunk;
@@ -169,7 +171,7 @@ ffi::Future Pack(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRe
                    [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
                      zero_until(low);
                      const Leaf& leaf = call.leaves[segment.leaf];
-                     BestCpuKernels().widen[call.is_double][static_cast<int>(leaf.type)](
+                     BestCpuKernels().widen[call.layout.is_double][static_cast<int>(leaf.type)](
                          LeafElement(leaf, member, segment, low),
                          Offset(call.arena, (member * call.layout.size + low) * item), high - low);
                      written = high;
@@ -178,20 +180,21 @@ ffi::Future Pack(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRe
   });
 }
 
-ffi::Error Prologue(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t members,
-                    ffi::Span<const int64_t> shared, int64_t num_floats) {
-  Decoder decoder(args, rets, 0, members, shared);
-  const PrologueCall call = DecodePrologue(decoder, num_floats);
+ffi::Error Prologue(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  const PrologueCall call = DecodePrologue(decoder);
   if (!decoder.ok()) return decoder.error();
   KeepSubnormals keep;
   const auto run = [&](auto* floats) {
-    for (int64_t member = 0; member < members; ++member, floats += num_floats) {
+    const int64_t stride = (1 + call.num_groups) * kRow;
+    for (int64_t member = 0; member < decoder.members(); ++member, floats += stride) {
       int32_t* ints = call.ints + member * kInts;
       const StepDecision decision = DecideStep(ints);
       AdvanceCounters(decision, ints);
       floats[kApply] = decision.apply ? 1 : 0;
-      for (int64_t group = 0; group < call.num_groups; ++group)
+      for (int64_t group = 0; group < call.num_groups; ++group) {
         DeriveGroup(decision, floats + (1 + group) * kRow);
+      }
     }
   };
   if (call.is_double) {
@@ -202,28 +205,19 @@ ffi::Error Prologue(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t me
   return ffi::Error::Success();
 }
 
-auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets(); }
+auto Bind() {
+  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs();
+}
 
-#define JR_BATCH_ATTRS .Attr<int64_t>("members").Attr<ffi::Span<const int64_t>>("shared")
-
-XLA_FFI_DEFINE_HANDLER(kUpdateSgd, (Update<Sgd, UpdateKind::kSgd>),
-                       Bind() JR_BATCH_ATTRS.Attr<int64_t>("from_arena"));
-XLA_FFI_DEFINE_HANDLER(kUpdateMomentum, (Update<Momentum, UpdateKind::kMomentum>),
-                       Bind() JR_BATCH_ATTRS.Attr<int64_t>("from_arena"));
-XLA_FFI_DEFINE_HANDLER(kUpdateNesterov, (Update<Nesterov, UpdateKind::kNesterov>),
-                       Bind() JR_BATCH_ATTRS.Attr<int64_t>("from_arena"));
-XLA_FFI_DEFINE_HANDLER(kUpdateAdam, (Update<Adam, UpdateKind::kAdam>),
-                       Bind() JR_BATCH_ATTRS.Attr<int64_t>("from_arena"));
-XLA_FFI_DEFINE_HANDLER(kStatistics, Statistics,
-                       Bind() JR_BATCH_ATTRS.Attr<int64_t>("from_arena")
-                           .Attr<int64_t>("first_leaf")
-                           .Attr<int64_t>("size")
-                           .Attr<int64_t>("is_double"));
-XLA_FFI_DEFINE_HANDLER(kUnpack, Unpack, Bind() JR_BATCH_ATTRS);
-XLA_FFI_DEFINE_HANDLER(kPack, Pack, Bind() JR_BATCH_ATTRS);
+XLA_FFI_DEFINE_HANDLER(kUpdateSgd, (Update<Sgd, UpdateKind::kSgd>), Bind());
+XLA_FFI_DEFINE_HANDLER(kUpdateMomentum, (Update<Momentum, UpdateKind::kMomentum>), Bind());
+XLA_FFI_DEFINE_HANDLER(kUpdateNesterov, (Update<Nesterov, UpdateKind::kNesterov>), Bind());
+XLA_FFI_DEFINE_HANDLER(kUpdateAdam, (Update<Adam, UpdateKind::kAdam>), Bind());
+XLA_FFI_DEFINE_HANDLER(kStatistics, Statistics, Bind());
+XLA_FFI_DEFINE_HANDLER(kUnpack, Unpack, Bind());
+XLA_FFI_DEFINE_HANDLER(kPack, Pack, Bind());
 XLA_FFI_DEFINE_HANDLER(kPrologue, Prologue,
-                       ffi::Ffi::Bind().RemainingArgs().RemainingRets()
-                           JR_BATCH_ATTRS.Attr<int64_t>("num_floats"));
+                       ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace
 

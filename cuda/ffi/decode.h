@@ -12,86 +12,106 @@ namespace jaxrenaissance {
 
 namespace ffi = xla::ffi;
 
+using Words = ffi::Span<const int64_t>;
+
 // Reads the operands and results of one call in order, and remembers the first thing that is wrong.
+//
+// Attributes of every call: `members`, the number of states in the batch, and `shared`, which
+// lists, after a -1, the operands that all members share. Ops on arenas have `layout`: the arena's
+// size, whether it is float64, its segments.
 class Decoder {
  public:
-  // `shared` lists the operands (counted after the tables) that all members of a batch share, after
-  // a leading -1.
-  Decoder(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, int64_t tables,
-          int64_t members, ffi::Span<const int64_t> shared)
+  Decoder(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+          const ffi::Dictionary& attributes)
       : args_(args),
         rets_(rets),
-        tables_(tables),
-        members_(members),
-        shared_(shared),
-        next_(tables) {}
+        attributes_(attributes),
+        members_(Attribute<int64_t>("members")),
+        shared_(Attribute<Words>("shared")) {}
 
   bool ok() const { return !error_.has_value(); }
   ffi::Error error() const {
     return ok() ? ffi::Error::Success() : ffi::Error::InvalidArgument(*error_);
   }
 
-  void Fail(const std::string& message) {
-    if (ok()) error_ = "jaxrenaissance: " + message;
+  int64_t members() const { return members_; }
+
+  template <typename T>
+  T Attribute(const char* name) {
+    const auto value = attributes_.get<T>(name);
+    if (value.has_value()) return *value;
+    Fail(std::string("attribute ") + name + " is missing");
+    return T{};
   }
 
-  void* Table(int64_t index) {
-    const std::optional<ffi::AnyBuffer> buffer = Argument(index);
-    return buffer ? buffer->untyped_data() : nullptr;
+  // The segments stay where they are: with the compiled program, which outlives the call.
+  Layout ReadLayout() {
+    constexpr size_t kHeader = 2, kFields = sizeof(Segment) / sizeof(int64_t);
+    const Words words = Attribute<Words>("layout");
+    if (words.size() < kHeader || (words.size() - kHeader) % kFields != 0) {
+      Fail("the layout is malformed");
+      return {};
+    }
+    return {reinterpret_cast<const Segment*>(words.begin() + kHeader),
+            static_cast<int64_t>((words.size() - kHeader) / kFields), words[0], words[1] != 0,
+            members_};
   }
 
-  // The segment table is the last one: int32 words, ten a row.
-  void Segments(Layout& layout) {
-    const std::optional<ffi::AnyBuffer> buffer = Argument(tables_ - 1);
-    if (!buffer) return;
-    layout.segments = static_cast<const Segment*>(buffer->untyped_data());
-    layout.num_segments = static_cast<int64_t>(buffer->size_bytes() / sizeof(Segment));
-    layout.members = members_;
-  }
+  struct Arena {
+    void* data;
+    int64_t stride;  // elements between members; 0 where they share it
+  };
 
-  // The next operand as an arena. Its element count fixes layout.size if that is not known yet (<
-  // 0).
-  void* Arena(Layout& layout, bool& is_double, const char* name) {
-    const bool is_shared = IsShared(next_ - tables_);
+  // The next operand as an arena.
+  Arena ReadArena(const Layout& layout, const char* name) {
+    const bool is_shared = IsShared(next_);
     const std::optional<ffi::AnyBuffer> buffer = Argument(next_++);
-    if (!buffer) return nullptr;
-    CheckArena(*buffer, is_shared, layout, is_double, name);
-    return buffer->untyped_data();
+    if (!buffer) return {};
+    CheckArena(*buffer, is_shared ? 1 : layout.members, layout, name);
+    return {buffer->untyped_data(), is_shared ? 0 : layout.size};
   }
 
-  void* ResultArena(int64_t index, Layout& layout, bool& is_double, const char* name) {
-    const std::optional<ffi::AnyBuffer> buffer = Output(index);
-    if (!buffer) return nullptr;
-    CheckArena(*buffer, false, layout, is_double, name);
-    return buffer->untyped_data();
+  // The next operand as an arena that result `index` updates in place: XLA has made them one, or
+  // has copied before.
+  void* ReadInPlaceArena(const Layout& layout, int64_t index, const char* name) {
+    void* data = ReadArena(layout, name).data;
+    CheckInPlace(index, data, name);
+    return data;
   }
 
-  // Result `index` updates the buffer `data` in place: XLA has made them one, or has copied before.
-  void CheckInPlace(int64_t index, const void* data, const char* name) {
-    const std::optional<ffi::AnyBuffer> buffer = Output(index);
-    if (buffer && buffer->untyped_data() != data)
-      Fail(std::string(name) + " is not updated in place");
+  void* ResultArena(const Layout& layout, const char* name) {
+    const std::optional<ffi::AnyBuffer> buffer = Output(0);
+    if (!buffer) return nullptr;
+    CheckArena(*buffer, layout.members, layout, name);
+    return buffer->untyped_data();
   }
 
   Floats ReadFloats() {
-    const bool is_shared = IsShared(next_ - tables_);
+    const bool is_shared = IsShared(next_);
     const std::optional<ffi::AnyBuffer> buffer = Argument(next_++);
     if (!buffer) return {};
     const int64_t count = static_cast<int64_t>(buffer->element_count());
     const bool is_double = buffer->element_type() == ffi::DataType::F64;
     if (!is_double && buffer->element_type() != ffi::DataType::F32)
       Fail("floats are not float32 or float64");
-    return {buffer->untyped_data(), is_shared || members_ == 0 ? 0 : count / members_, is_double};
+    return {buffer->untyped_data(), is_shared || members() == 0 ? 0 : count / members(), is_double};
   }
 
-  int32_t* Ints() {
+  int32_t* ReadInPlaceInts(int64_t index) {
     const std::optional<ffi::AnyBuffer> buffer = Argument(next_++);
     if (!buffer) return nullptr;
     if (buffer->element_type() != ffi::DataType::S32 ||
-        static_cast<int64_t>(buffer->element_count()) != members_ * kInts) {
+        static_cast<int64_t>(buffer->element_count()) != members() * kInts) {
       Fail("ints are not int32 counters");
     }
+    CheckInPlace(index, buffer->untyped_data(), "ints");
     return static_cast<int32_t*>(buffer->untyped_data());
+  }
+
+  void CheckInPlace(int64_t index, const void* data, const char* name) {
+    const std::optional<ffi::AnyBuffer> buffer = Output(index);
+    if (buffer && buffer->untyped_data() != data)
+      Fail(std::string(name) + " is not updated in place");
   }
 
   // All operands from here on, or all results, as leaves.
@@ -99,7 +119,7 @@ class Decoder {
     std::vector<Leaf> leaves;
     leaves.reserve(args_.size() - static_cast<size_t>(next_));
     while (ok() && next_ < static_cast<int64_t>(args_.size())) {
-      const bool is_shared = IsShared(next_ - tables_);
+      const bool is_shared = IsShared(next_);
       if (const std::optional<ffi::AnyBuffer> buffer = Argument(next_++))
         AddLeaf(*buffer, is_shared, leaves);
     }
@@ -115,14 +135,17 @@ class Decoder {
     return leaves;
   }
 
-  GradientOperands Gradients(bool from_arena, Layout& layout, bool& is_double) {
-    if (!from_arena) return {false, RemainingLeaves(), nullptr, 0};
-    const bool is_shared = IsShared(next_ - tables_);
-    const void* arena = Arena(layout, is_double, "the gradient arena");
-    return {true, {}, arena, is_shared ? 0 : layout.size};
+  GradientOperands Gradients(const Layout& layout) {
+    if (Attribute<int64_t>("from_arena") == 0) return {false, RemainingLeaves(), nullptr, 0};
+    const Arena arena = ReadArena(layout, "the gradient arena");
+    return {true, {}, arena.data, arena.stride};
   }
 
  private:
+  void Fail(const std::string& message) {
+    if (ok()) error_ = "jaxrenaissance: " + message;
+  }
+
   std::optional<ffi::AnyBuffer> Argument(int64_t index) {
     auto buffer = args_.get<ffi::AnyBuffer>(static_cast<size_t>(index));
     if (buffer.has_value()) return *buffer;
@@ -144,17 +167,11 @@ class Decoder {
     return false;
   }
 
-  void CheckArena(const ffi::AnyBuffer& buffer, bool is_shared, Layout& layout, bool& is_double,
+  void CheckArena(const ffi::AnyBuffer& buffer, int64_t members, const Layout& layout,
                   const char* name) {
-    const bool wide = buffer.element_type() == ffi::DataType::F64;
-    const int64_t members = is_shared ? 1 : members_;
-    const int64_t count = static_cast<int64_t>(buffer.element_count());
-    if (!wide && buffer.element_type() != ffi::DataType::F32) {
-      Fail(std::string(name) + " is not float32 or float64");
-    } else if (layout.size < 0) {
-      layout.size = members == 0 ? 0 : count / members;
-      is_double = wide;
-    } else if (count != members * layout.size || wide != is_double) {
+    const auto type = layout.is_double ? ffi::DataType::F64 : ffi::DataType::F32;
+    if (buffer.element_type() != type ||
+        static_cast<int64_t>(buffer.element_count()) != members * layout.size) {
       Fail(std::string(name) + " has another size or type than the layout");
     }
   }
@@ -177,17 +194,18 @@ class Decoder {
       default:
         Fail("leaf " + std::to_string(leaves.size()) + " has a dtype that is not supported");
     }
-    if (!is_shared && members_ > 0)
-      leaf.stride = static_cast<int64_t>(buffer.element_count()) / members_;
+    if (!is_shared && members() > 0)
+      leaf.stride = static_cast<int64_t>(buffer.element_count()) / members();
     leaves.push_back(leaf);
   }
 
   const ffi::RemainingArgs& args_;
   const ffi::RemainingRets& rets_;
-  const int64_t tables_, members_;
-  const ffi::Span<const int64_t> shared_;
-  int64_t next_;
+  const ffi::Dictionary& attributes_;
   std::optional<std::string> error_;
+  const int64_t members_;
+  const Words shared_;
+  int64_t next_ = 0;
 };
 
 }  // namespace jaxrenaissance

@@ -1,86 +1,69 @@
 // unpack and pack: an arena to its leaves and back.
+#include "kernels/launch.h"
 #include "kernels/preload.cuh"
-#include "kernels/tiles.cuh"
+#include "kernels/segment_table.cuh"
+#include "kernels/vector.cuh"
 
 namespace jaxrenaissance {
 namespace {
 
 template <typename T, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    UnpackKernel(const Sweep sweep, const T* arena,
-                 const __grid_constant__ LeafTable<kCapacity> leaves) {
-  const BlockPlace block = FindBlock(sweep);
-  Vector<T> x[kUnroll];
+    UnpackKernel(const T* arena, int64_t arena_stride, int64_t size, int64_t members,
+                 const __grid_constant__ SegmentTable<kCapacity> table) {
+  const BlockPlace block = FindBlock(table, members);
+  const int64_t position = VectorStart(block.tile);
+  if (position >= size) return;
+  const Vector<T> x =
+      *reinterpret_cast<const Vector<T>*>(arena + block.member * arena_stride + position);
+  const Place place = FindPlace<T>(table, block.tile, position);
+  if (place.count == 0) return;
+  WithLeaf<T>(table, place, block.member, [&](auto* leaf) {
+    using Element = std::decay_t<decltype(*leaf)>;
+    Vector<Element> narrow;
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t position = VectorStart(block.tile, u);
-    if (position >= sweep.size) continue;
-    x[u] = *reinterpret_cast<const Vector<T>*>(arena + block.member * sweep.size + position);
-  }
-  const Tile tile = LoadTile(sweep.table, block.tile);
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t position = VectorStart(block.tile, u);
-    if (position >= sweep.size) continue;
-    const Place place = FindPlace(tile, sweep.segments, position, block.tile * kTile);
-    if (place.count == 0 || !Holds(leaves, place.leaf)) continue;
-    WithLeaf<T>(leaves, place.leaf, block.member, place.offset, [&](auto* leaf) {
-      using Element = std::decay_t<decltype(*leaf)>;
-      Vector<Element> narrow;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) narrow.x[i] = Narrow<Element>(x[u].x[i]);
-      StoreVector(leaf, place.count, narrow);
-    });
-  }
+    for (int i = 0; i < kVector; ++i) narrow.x[i] = Narrow<Element>(x.x[i]);
+    StoreVector(leaf, place.count, narrow);
+  });
 }
 
 template <typename T, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    PackKernel(const Sweep sweep, const __grid_constant__ LeafTable<kCapacity> leaves, T* arena) {
-  const BlockPlace block = FindBlock(sweep);
-  const Tile tile = LoadTile(sweep.table, block.tile);
-  Vector<T> x[kUnroll];
-  bool mine[kUnroll];
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t position = VectorStart(block.tile, u);
-    mine[u] = false;
-    if (position >= sweep.size) continue;
-    x[u] = Vector<T>{};
-    const Place place = FindPlace(tile, sweep.segments, position, block.tile * kTile);
-    // Padding belongs to the leaf before it, or to leaf 0: each vector is written by exactly one
-    // launch.
-    mine[u] = Holds(leaves, place.leaf);
-    if (place.count == 0 || !mine[u]) continue;
-    WithLeaf<T>(leaves, place.leaf, block.member, place.offset, [&](const auto* leaf) {
+    PackKernel(T* arena, int64_t size, int64_t members,
+               const __grid_constant__ SegmentTable<kCapacity> table) {
+  const BlockPlace block = FindBlock(table, members);
+  const int64_t position = VectorStart(block.tile);
+  if (position >= size) return;
+  const Place place = FindPlace<T>(table, block.tile, position);
+  if (!place.mine) return;
+  Vector<T> x{};  // padding is zero
+  if (place.count > 0) {
+    WithLeaf<T>(table, place, block.member, [&](const auto* leaf) {
       Vector<std::decay_t<decltype(*leaf)>> raw{};
       LoadVector(leaf, place.count, raw);
 #pragma unroll
       for (int i = 0; i < kVector; ++i)
-        x[u].x[i] = i < place.count ? static_cast<T>(Widen(raw.x[i])) : T(0);
+        x.x[i] = i < place.count ? static_cast<T>(Widen(raw.x[i])) : T(0);
     });
   }
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    if (!mine[u]) continue;
-    *reinterpret_cast<Vector<T>*>(arena + block.member * sweep.size + VectorStart(block.tile, u)) =
-        x[u];
-  }
+  *reinterpret_cast<Vector<T>*>(arena + block.member * size + position) = x;
 }
 
 template <typename T>
-cudaError_t Unpack(const Sweep& sweep, const void* arena, const Leaves& leaves,
-                   cudaStream_t stream) {
-  return ForEachLaunch(sweep, leaves, [&](const Sweep& part, const auto& table) {
-    UnpackKernel<T>
-        <<<GridOf(part), kThreads, 0, stream>>>(part, static_cast<const T*>(arena), table);
+cudaError_t Unpack(const Layout& layout, const void* arena, int64_t arena_stride,
+                   const std::vector<Leaf>& leaves, cudaStream_t stream) {
+  return ForEachLaunch<T>(layout, leaves, Tag::kGroup, [&](dim3 grid, const auto& table) {
+    UnpackKernel<T><<<grid, kThreads, 0, stream>>>(static_cast<const T*>(arena), arena_stride,
+                                                   layout.size, layout.members, table);
   });
 }
 
 template <typename T>
-cudaError_t Pack(const Sweep& sweep, const Leaves& leaves, void* arena, cudaStream_t stream) {
-  return ForEachLaunch(sweep, leaves, [&](const Sweep& part, const auto& table) {
-    PackKernel<T><<<GridOf(part), kThreads, 0, stream>>>(part, table, static_cast<T*>(arena));
+cudaError_t Pack(const Layout& layout, const std::vector<Leaf>& leaves, void* arena,
+                 cudaStream_t stream) {
+  return ForEachLaunch<T>(layout, leaves, Tag::kGroup, [&](dim3 grid, const auto& table) {
+    PackKernel<T>
+        <<<grid, kThreads, 0, stream>>>(static_cast<T*>(arena), layout.size, layout.members, table);
   });
 }
 
@@ -93,16 +76,15 @@ cudaError_t Preload() {
 
 }  // namespace
 
-cudaError_t LaunchUnpack(bool is_double, const Sweep& sweep, const void* arena,
-                         const Leaves& leaves, cudaStream_t stream) {
-  return is_double ? Unpack<double>(sweep, arena, leaves, stream)
-                   : Unpack<float>(sweep, arena, leaves, stream);
+cudaError_t LaunchUnpack(const Layout& layout, const void* arena, int64_t arena_stride,
+                         const std::vector<Leaf>& leaves, cudaStream_t stream) {
+  return (layout.is_double ? Unpack<double> : Unpack<float>)(layout, arena, arena_stride, leaves,
+                                                             stream);
 }
 
-cudaError_t LaunchPack(bool is_double, const Sweep& sweep, const Leaves& leaves, void* arena,
+cudaError_t LaunchPack(const Layout& layout, const std::vector<Leaf>& leaves, void* arena,
                        cudaStream_t stream) {
-  return is_double ? Pack<double>(sweep, leaves, arena, stream)
-                   : Pack<float>(sweep, leaves, arena, stream);
+  return (layout.is_double ? Pack<double> : Pack<float>)(layout, leaves, arena, stream);
 }
 
 cudaError_t PreloadPacking() {

@@ -27,6 +27,8 @@ __global__ void PrologueKernel(S* floats, int32_t* ints, int64_t num_groups) {
 
 cudaError_t LaunchPrologue(bool is_double, void* floats, int32_t* ints, int64_t num_groups,
                            int64_t members, cudaStream_t stream) {
+  if (members == 0) return cudaSuccess;
+  if (members > INT32_MAX) return cudaErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(members));
   if (is_double) {
     PrologueKernel<<<grid, kPrologueThreads, 0, stream>>>(static_cast<double*>(floats), ints,

@@ -1,21 +1,27 @@
-// Launch constants, apart from the kernels. kTile is part of the tables that Python builds: it
-// reads it from the module.
+// Launch constants, apart from the kernels.
 #pragma once
+
+#include <cstdint>
 
 namespace jaxrenaissance {
 
 constexpr int kVector = 4;     // elements a thread moves at once: 16 bytes of float32
-constexpr int kThreads = 256;  // threads a block
-#ifndef JR_UNROLL
-#define JR_UNROLL 1
-#endif
-constexpr int kUnroll = JR_UNROLL;                   // vectors a thread has in flight
-constexpr int kTile = kVector * kThreads * kUnroll;  // elements a block
+constexpr int kThreads = 256;  // threads a block; a thread moves one vector of each series
+// Blocks that a multiprocessor must be able to hold, which bounds the registers of an update. Of 4,
+// 5, 6 (and 8, 10, 11 with half the threads), 6 and 11 spill and cost 5 %; the others do not
+// differ.
+constexpr int kMinBlocks = 4;
+constexpr int64_t kTile = kVector * kThreads;  // elements a block
 
-// Leaves a launch: kernel parameters are copied on every launch, so small models take a small
-// table. The largest leaves room for the other parameters below the limit of 32,764 bytes.
+// Segments a launch: kernel parameters are copied on every launch, so small models take a small
+// table. The largest one stays below the limit of 32,764 bytes for all parameters together.
 constexpr int kSmallTable = 64;
 constexpr int kMediumTable = 448;
-constexpr int kLargeTable = 2016;
+constexpr int kLargeTable = 1536;
+
+// Buckets of consecutive tiles: a first guess at the segment, before the search.
+constexpr int kBuckets = 256;
+
+constexpr int64_t kLineBytes = 128;  // segments start on lines
 
 }  // namespace jaxrenaissance

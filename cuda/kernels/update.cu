@@ -1,120 +1,102 @@
 // update: one linear sweep over weights, moments and gradients.
 #include "core/update.h"
+#include "kernels/launch.h"
 #include "kernels/preload.cuh"
-#include "kernels/tiles.cuh"
+#include "kernels/segment_table.cuh"
+#include "kernels/vector.cuh"
 
 namespace jaxrenaissance {
 namespace {
 
+// The arenas of a batch. `gradient` is null where the gradients are leaves.
 template <typename T>
 struct Arenas {
   T* weights;
   T* moments[2];
-  const T* gradient;        // where gradients are an arena
-  int64_t gradient_stride;  // between members
+  const T* gradient;
+  int64_t gradient_stride;  // between members; 0 where they share it
+  int64_t size;             // of one member
+  int64_t members;
 };
 
-template <typename T>
-__device__ __forceinline__ GroupScalars<T> LoadGroupOf(const Floats& floats, int64_t member,
-                                                       int group) {
-  return floats.is_double
-             ? LoadGroup<T>(static_cast<const double*>(floats.data) + member * floats.stride, group)
-             : LoadGroup<T>(static_cast<const float*>(floats.data) + member * floats.stride, group);
-}
-
-template <typename T>
-__device__ __forceinline__ T LoadFloat(const Floats& floats, int64_t member, int slot) {
-  const int64_t index = member * floats.stride + slot;
-  return floats.is_double ? static_cast<T>(static_cast<const double*>(floats.data)[index])
-                          : static_cast<T>(static_cast<const float*>(floats.data)[index]);
-}
-
-// kCapacity == 0: the gradient is an arena.
-template <typename Rule, typename T, int kCapacity>
-__global__ void __launch_bounds__(kThreads)
-    UpdateKernel(const Sweep sweep, const Floats floats, const Arenas<T> arenas,
-                 const __grid_constant__ LeafTable<kCapacity> leaves) {
-  const BlockPlace block = FindBlock(sweep);
-  const int64_t member_start = block.member * sweep.size;
-
-  // The arenas' addresses need no table, so these loads are in flight while the tile and its leaf
-  // are looked up.
-  Vector<T> w[kUnroll], m[kUnroll], v[kUnroll], g[kUnroll];
+// A group's scalars, loaded as whole vectors: a row is 16 aligned slots.
+template <typename T, typename S>
+__device__ __forceinline__ GroupScalars<T> LoadRow(const S* row) {
+  S slots[kRow];
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t position = VectorStart(block.tile, u);
-    if (position >= sweep.size) continue;
-    w[u] = *reinterpret_cast<const Vector<T>*>(arenas.weights + member_start + position);
-    if (Rule::kMoments > 0)
-      m[u] = *reinterpret_cast<const Vector<T>*>(arenas.moments[0] + member_start + position);
-    if (Rule::kMoments > 1)
-      v[u] = *reinterpret_cast<const Vector<T>*>(arenas.moments[1] + member_start + position);
-    if constexpr (kCapacity == 0) {
-      g[u] = *reinterpret_cast<const Vector<T>*>(arenas.gradient +
-                                                 block.member * arenas.gradient_stride + position);
+  for (int i = 0; i < kRow; i += kVector) {
+    const Vector<S> part = *reinterpret_cast<const Vector<S>*>(row + i);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) slots[i + j] = part.x[j];
+  }
+  return LoadGroup<T>(slots);
+}
+
+// S is the type of the scalar arena.
+template <typename Rule, typename T, typename S, bool kFromArena, int kCapacity>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kMinBlocks)
+    UpdateKernel(const S* floats, int64_t floats_stride, const Arenas<T> arenas,
+                 const __grid_constant__ SegmentTable<kCapacity> table) {
+  const BlockPlace block = FindBlock(table, arenas.members);
+  const int64_t position = VectorStart(block.tile);
+  if (position >= arenas.size) return;
+  const int64_t offset = block.member * arenas.size + position;
+  floats += block.member * floats_stride;
+
+  // All loads are issued before the first result is used.
+  Vector<T> w, m, v, g;
+  w = *reinterpret_cast<const Vector<T>*>(arenas.weights + offset);
+  if (Rule::kMoments > 0) m = *reinterpret_cast<const Vector<T>*>(arenas.moments[0] + offset);
+  if (Rule::kMoments > 1) v = *reinterpret_cast<const Vector<T>*>(arenas.moments[1] + offset);
+  const Place place = FindPlace<T>(table, block.tile, position);
+  if constexpr (kFromArena) {
+    g = *reinterpret_cast<const Vector<T>*>(arenas.gradient +
+                                            block.member * arenas.gradient_stride + position);
+  } else if (place.count > 0) {
+    WithLeaf<T>(table, place, block.member, [&](const auto* leaf) {
+      Vector<std::decay_t<decltype(*leaf)>> raw{};
+      LoadVector(leaf, place.count, raw);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) g.x[i] = static_cast<T>(Widen(raw.x[i]));
+    });
+  }
+  if (place.count == 0 || floats[kApply] == S(0)) return;
+  const T factor = static_cast<T>(floats[kGradFactor]);
+  const GroupScalars<T> scalars = LoadRow<T>(floats + (1 + place.tag()) * kRow);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) Rule::Apply(scalars, g.x[i] * factor, w.x[i], m.x[i], v.x[i]);
+  StoreVector(arenas.weights + offset, place.count, w);
+  if (Rule::kMoments > 0) StoreVector(arenas.moments[0] + offset, place.count, m);
+  if (Rule::kMoments > 1) StoreVector(arenas.moments[1] + offset, place.count, v);
+}
+
+template <typename Rule, typename T, typename S>
+cudaError_t Launch(const Layout& layout, const Floats& floats, void* weights, void* const* moments,
+                   const GradientOperands& gradients, cudaStream_t stream) {
+  const Arenas<T> arenas = {static_cast<T*>(weights),
+                            {static_cast<T*>(moments[0]), static_cast<T*>(moments[1])},
+                            static_cast<const T*>(gradients.arena),
+                            gradients.arena_stride,
+                            layout.size,
+                            layout.members};
+  const S* scalars = static_cast<const S*>(floats.data);
+  return ForEachLaunch<T>(layout, gradients.leaves, Tag::kGroup, [&](dim3 grid, const auto& table) {
+    if (gradients.from_arena) {
+      UpdateKernel<Rule, T, S, true>
+          <<<grid, kThreads, 0, stream>>>(scalars, floats.stride, arenas, table);
+    } else {
+      UpdateKernel<Rule, T, S, false>
+          <<<grid, kThreads, 0, stream>>>(scalars, floats.stride, arenas, table);
     }
-  }
-  const Tile tile = LoadTile(sweep.table, block.tile);
-  const T apply = LoadFloat<T>(floats, block.member, kApply);
-  const T factor = LoadFloat<T>(floats, block.member, kGradFactor);
-  if (apply == T(0)) return;
-
-  Place place[kUnroll];
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t position = VectorStart(block.tile, u);
-    place[u] = position < sweep.size ? FindPlace(tile, sweep.segments, position, block.tile * kTile)
-                                     : Place{0, 0, 0, 0};
-    if constexpr (kCapacity > 0) {
-      if (!Holds(leaves, place[u].leaf)) place[u].count = 0;
-      if (place[u].count == 0) continue;
-      WithLeaf<T>(leaves, place[u].leaf, block.member, place[u].offset, [&](const auto* leaf) {
-        Vector<std::decay_t<decltype(*leaf)>> raw{};
-        LoadVector(leaf, place[u].count, raw);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) g[u].x[i] = static_cast<T>(Widen(raw.x[i]));
-      });
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    if (place[u].count == 0) continue;
-    const int64_t position = member_start + VectorStart(block.tile, u);
-    const GroupScalars<T> scalars = LoadGroupOf<T>(floats, block.member, place[u].group);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      Rule::Apply(scalars, g[u].x[i] * factor, w[u].x[i], m[u].x[i], v[u].x[i]);
-    }
-    StoreVector(arenas.weights + position, place[u].count, w[u]);
-    if (Rule::kMoments > 0) StoreVector(arenas.moments[0] + position, place[u].count, m[u]);
-    if (Rule::kMoments > 1) StoreVector(arenas.moments[1] + position, place[u].count, v[u]);
-  }
+  });
 }
 
-template <typename Rule, typename T>
-cudaError_t Launch(const Sweep& sweep, const UpdateOperands& operands, cudaStream_t stream) {
-  const Arenas<T> arenas = {
-      static_cast<T*>(operands.weights),
-      {static_cast<T*>(operands.moments[0]), static_cast<T*>(operands.moments[1])},
-      static_cast<const T*>(operands.gradients.arena),
-      operands.gradients.arena_stride};
-  if (operands.gradients.leaves == nullptr) {
-    if (sweep.tiles * sweep.members == 0) return cudaSuccess;
-    UpdateKernel<Rule, T, 0>
-        <<<GridOf(sweep), kThreads, 0, stream>>>(sweep, operands.floats, arenas, {});
-    return cudaPeekAtLastError();
-  }
-  return ForEachLaunch(
-      sweep, *operands.gradients.leaves, [&](const Sweep& part, const auto& table) {
-        UpdateKernel<Rule, T>
-            <<<GridOf(part), kThreads, 0, stream>>>(part, operands.floats, arenas, table);
-      });
-}
-
-template <typename Rule, typename T>
+template <typename Rule, typename T, typename S>
 cudaError_t Preload() {
-  return PreloadKernels(UpdateKernel<Rule, T, 0>, UpdateKernel<Rule, T, kSmallTable>,
-                        UpdateKernel<Rule, T, kMediumTable>, UpdateKernel<Rule, T, kLargeTable>);
+  return PreloadKernels(
+      UpdateKernel<Rule, T, S, true, kSmallTable>, UpdateKernel<Rule, T, S, true, kMediumTable>,
+      UpdateKernel<Rule, T, S, true, kLargeTable>, UpdateKernel<Rule, T, S, false, kSmallTable>,
+      UpdateKernel<Rule, T, S, false, kMediumTable>, UpdateKernel<Rule, T, S, false, kLargeTable>);
 }
 
 template <typename F>
@@ -134,20 +116,27 @@ cudaError_t WithRule(UpdateKind kind, const F& f) {
 
 }  // namespace
 
-cudaError_t LaunchUpdate(UpdateKind kind, bool is_double, const Sweep& sweep,
-                         const UpdateOperands& operands, cudaStream_t stream) {
+cudaError_t LaunchUpdate(UpdateKind kind, const Layout& layout, const Floats& floats, void* weights,
+                         void* const* moments, const GradientOperands& gradients,
+                         cudaStream_t stream) {
   return WithRule(kind, [&](auto rule) {
     using Rule = decltype(rule);
-    return is_double ? Launch<Rule, double>(sweep, operands, stream)
-                     : Launch<Rule, float>(sweep, operands, stream);
+    // float64 scalars beside a float32 arena: a model with leaves of both types.
+    const auto launch = layout.is_double   ? Launch<Rule, double, double>
+                        : floats.is_double ? Launch<Rule, float, double>
+                                           : Launch<Rule, float, float>;
+    return launch(layout, floats, weights, moments, gradients, stream);
   });
 }
 
 cudaError_t PreloadUpdate(UpdateKind kind) {
   return WithRule(kind, [](auto rule) {
     using Rule = decltype(rule);
-    const cudaError_t error = Preload<Rule, float>();
-    return error != cudaSuccess ? error : Preload<Rule, double>();
+    for (const auto preload : {Preload<Rule, float, float>, Preload<Rule, float, double>,
+                               Preload<Rule, double, double>}) {
+      if (const cudaError_t error = preload(); error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
   });
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir, xla
 
 from .. import native
-from .tables import NativeTables, tile_ranges
+from .tables import layout_attribute
 
 BACKENDS = ("auto", "cpu", "cuda", "xla")
 
@@ -29,7 +29,6 @@ class Op:
       result_types: static parameters -> shapes and dtypes of the results, without batch dimensions.
       reference: the op in jax.numpy, called with the operands and the static parameters.
       aliases: static parameters -> {operand index: result index}, for the buffers updated in place.
-      tables: which constant tables of the layout the native handlers take before their operands.
       attributes: static parameters -> the handler's integer attributes.
     """
 
@@ -40,7 +39,6 @@ class Op:
         result_types: Callable[..., ResultTypes],
         reference: Callable[..., Sequence[jax.Array]],
         aliases: Callable[..., Mapping[int, int]] = lambda **static: {},
-        tables: NativeTables = NativeTables.LAYOUT,
         attributes: Callable[..., Mapping[str, int]] = lambda **static: {},
     ) -> None:
         self.name = name
@@ -48,7 +46,6 @@ class Op:
         self._result_types = result_types
         self._reference = reference
         self._aliases = aliases
-        self._tables = tables
         self._attributes = attributes
 
         self._primitive = primitive = jax.extend.core.Primitive(f"jaxrenaissance_{name}")
@@ -172,23 +169,16 @@ class Op:
                 "device"
             )
         native.require(platform)
-        layout = static.get("layout")
-        tables = self._tables.arrays(layout, platform)
+        attributes: dict[str, Any] = {k: np.int64(v) for k, v in self._attributes(**static).items()}
+        if "layout" in static:
+            attributes["layout"] = layout_attribute(static["layout"])
         # Operands without batch dimensions, behind a -1 that keeps the attribute from being empty.
         shared = [-1, *(i for i, b in enumerate(batched) if batch and not b)]
-        attributes: dict[str, Any] = {k: np.int64(v) for k, v in self._attributes(**static).items()}
-        if tables and platform == "cuda":
-            tuning = native.tuning()
-            attributes["tile_ranges"] = tile_ranges(layout, tuning["tile"], tuning["max_leaves"])
         rule = jax.ffi.ffi_lowering(
-            self.target,
-            operand_output_aliases={i + len(tables): r for i, r in self._aliases(**static).items()},
+            self.target, operand_output_aliases=dict(self._aliases(**static))
         )
-        ctx = ctx.replace(avals_in=[*(jax.typeof(t) for t in tables), *ctx.avals_in])
-        constants = [mlir.ir_constant(t) for t in tables]
         return rule(
             ctx,
-            *constants,
             *operands,
             members=np.prod(batch, dtype=np.int64),
             shared=np.array(shared, np.int64),

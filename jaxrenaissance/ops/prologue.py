@@ -7,7 +7,6 @@ from .. import scalars
 from ..reference import prologue as reference
 from .checks import check_floats, check_ints
 from .primitive import Op
-from .tables import NativeTables
 
 
 def _result_types(*, num_floats: int, dtype: np.dtype) -> list[tuple[tuple[int, ...], np.dtype]]:
@@ -19,8 +18,7 @@ _prologue = Op(
     result_types=_result_types,
     reference=reference,
     aliases=lambda **static: {0: 0, 1: 1},
-    tables=NativeTables.NONE,
-    attributes=lambda *, num_floats, dtype: {"num_floats": num_floats},
+    attributes=lambda *, num_floats, dtype: {"num_groups": num_floats // scalars.ROW - 1},
 )
 
 

@@ -25,8 +25,6 @@ _statistics = Op(
     aliases=lambda **static: {0: 0},
     attributes=lambda *, layout, first_leaf, from_arena: {
         "first_leaf": first_leaf,
-        "size": layout.size,
-        "is_double": layout.dtype == np.float64,
         "from_arena": from_arena,
     },
 )
