@@ -15,7 +15,7 @@ import optax
 from . import hyperparams, packed, scalars, transform
 from .compute_dtypes import ComputeDtype, resolve
 from .foreign import instead_of
-from .ops.primitive import _same_manual_axes
+from .ops.primitive import same_manual_axes
 from .packed import Dtypes
 from .paths import path_string
 from .plan import MemoryPlan, Rules, Stacked
@@ -69,9 +69,9 @@ class TrainState:
     """A model being trained: its parameters, the optimizer's moments and scalars.
 
     A pytree of a few device buffers, however many parameters there are: a jitted, donated step
-        costs the host tens of microseconds, and one launch updates everything in place. The leaves
-        exist inside the step only. Make one by `create` or `init`; take gradients with respect to
-        `compute_params`:
+    costs the host tens of microseconds, and one launch updates everything in place. The leaves
+    exist inside the step only. Make one by `create` or `init`; take gradients with respect to
+    `compute_params`:
 
     >>> import jax, jax.numpy as jnp
     >>> import jaxrenaissance as jr
@@ -215,8 +215,7 @@ class TrainState:
         """`compute_params` with None for the leaves that are not trained.
 
         For a frozen base that cannot be differentiated (int8, keys), differentiate for these and
-        put
-        the rest back inside: `jax.grad(lambda p: loss(state.merge(p)))(state.trainable_params)`.
+        put the rest back inside: `jax.grad(lambda p: loss(state.merge(p)))(state.trainable_params)`.
         """
         return self._tree(self.static.compute_dtypes, (None,) * len(self.frozen))
 
@@ -328,9 +327,8 @@ class TrainState:
     def metrics(self) -> dict[str, jax.Array]:
         """Every hyperparameter as the last call used it, and the counters.
 
-        They are arrays of their own: they can be read after the state was donated.
-
-        Each that leaves a jitted step is one more array, 3 µs of host time: pick what you log.
+        They are arrays of their own: they can be read after the state was donated. Each that leaves
+        a jitted step is one more array, 3 µs of host time: pick what you log.
 
         Returns:
             The optimizer's hyperparameters by name (float32, or float64), step, calls, skipped and
@@ -405,7 +403,7 @@ def _create(static: Static, leaves: list[Any], extra: Any, floats: jax.Array) ->
     weights = packed.pack(static.plan, trained, backend=static.spec.backend)
     # Inside shard_map each step leaves all of them varying over the same axes, so they start so.
     ints = jnp.asarray(scalars.initial_ints())
-    floats, ints, *weights = _same_manual_axes([jnp.copy(floats), ints, *weights])
+    floats, ints, *weights = same_manual_axes([jnp.copy(floats), ints, *weights])
     moments = static.spec.config.moments
     return TrainState(
         weights=tuple(weights),

@@ -80,13 +80,6 @@ def test_scalar_slots_are_those_of_the_python_side(platform: str) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.gpu
-def test_tuning_constants_of_cuda() -> None:
-    tuning = native.tuning()
-    assert tuning["tile"] > 0
-
-
-@pytest.mark.native
 @pytest.mark.skipif(native.build_record() is None, reason="nothing was built")
 def test_cuda_module_imports_without_a_driver() -> None:
     record = native.build_record()

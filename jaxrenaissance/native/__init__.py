@@ -10,7 +10,6 @@ from .backends import cuda_devices as cuda_devices
 from .backends import disabled as disabled
 from .backends import require as require
 from .backends import scalar_slots as scalar_slots
-from .backends import tuning as tuning
 from .backends import warn_missing_cuda_once as warn_missing_cuda_once
 from .backends import why_not as why_not
 from .diagnosis import Diagnosis as Diagnosis

@@ -202,15 +202,6 @@ def scalar_slots(platform: str) -> dict[str, int]:
     return _backend(platform).require().scalar_slots()
 
 
-def tuning() -> dict[str, int]:
-    """The CUDA module's tuning constants, such as the size of a tile.
-
-    Raises:
-        BackendUnavailable: as `require`.
-    """
-    return build_info("cuda")["tuning"]
-
-
 def driver_cuda() -> tuple[int, int]:
     """The newest CUDA version that the NVIDIA driver supports, (0, 0) where there is no driver.
 

@@ -67,7 +67,7 @@ class Op:
         if backend == "xla":
             return list(self._reference(*operands, **static))
         return self._primitive.bind(
-            *_same_manual_axes(operands),
+            *same_manual_axes(operands),
             backend=backend,
             batch=(),
             batched=(False,) * len(operands),
@@ -108,7 +108,7 @@ class Op:
             new_operands.append(x)
             new_batched.append(not shared)
         results = self._primitive.bind(
-            *_same_manual_axes(new_operands),
+            *same_manual_axes(new_operands),
             batch=(size, *batch),
             batched=tuple(new_batched),
             **static,
@@ -186,7 +186,7 @@ class Op:
         )
 
 
-def _same_manual_axes(operands: Sequence[Any]) -> list[Any]:
+def same_manual_axes(operands: Sequence[Any]) -> list[Any]:
     """Inside shard_map, all operands are marked as varying over every axis that one varies over."""
     axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
     union = frozenset().union(*axes)

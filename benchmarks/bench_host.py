@@ -1,0 +1,148 @@
+"""What a jitted, donated train step costs the host, and many small states in one step.
+
+    python benchmarks/bench_host.py [--json FILE]
+
+The host time is that of the call alone: the step before it has ended when it starts, and its own
+end is not waited for. The floor is a jitted, donated function of as many tiny buffers.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from bench_update import LEARNING_RATE, WEIGHT_DECAY, Side, random_tree
+from timing import Seconds, alternate, report
+
+import jaxrenaissance as jr
+from jaxrenaissance.models import named_shapes
+
+
+def made_gradients(params: Any, x: jax.Array) -> Any:
+    """Gradients that cost next to nothing and follow from the parameters, as real ones do."""
+    return jax.tree.map(lambda p: 0.01 * p + x.astype(p.dtype), params)
+
+
+def arena_step(state: jr.TrainState, x: jax.Array) -> jr.TrainState:
+    """A step in arenas."""
+    return state.apply_gradients(made_gradients(state.compute_params, x))
+
+
+def optax_step(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """A step of optax on leaves."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, opt_state = state
+        updates, opt_state = optimizer.update(made_gradients(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def call_times(sides: dict[str, Side], rounds: int) -> dict[str, Seconds]:
+    """Seconds until a call returns, the device being idle before it."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(rounds + 5):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            result = side()
+            end = time.perf_counter()
+            jax.block_until_ready(result)
+            if i >= 5:
+                times[name].append(end - start)
+    summaries = {}
+    for name, values in times.items():
+        low, middle, high = statistics.quantiles(values, n=4)
+        summaries[name] = Seconds(middle, (high - low) / 2)
+    return summaries
+
+
+def bench_calls(model: str, rounds: int) -> list[dict[str, Any]]:
+    """Host time of a step of one model, optax where its call is not absurdly slow to compile."""
+    params = random_tree(named_shapes(model), 0, 0.1)
+    state = jr.TrainState.create(params, jr.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY))
+    buffers = len(jax.tree.leaves(state))
+    x = jnp.float32(1e-3)
+    floor = [jnp.zeros(8) + i for i in range(buffers)]
+    sides = {
+        "ours": Side(arena_step, state, x),
+        "identity": Side(lambda buffers, x: [b + x for b in buffers], floor, x),
+    }
+    optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    leaves = len(jax.tree.leaves(params))
+    if leaves < 1000:
+        sides["optax"] = Side(optax_step(optimizer), (params, optimizer.init(params)), x)
+    seconds = call_times(sides, rounds)
+    return [
+        {
+            "model": model,
+            "leaves": leaves,
+            "side": name,
+            "buffers": len(jax.tree.leaves(sides[name].state)),
+            "host_us": time.median * 1e6,
+            "spread_us": time.spread * 1e6,
+            "ratio_to_identity": time.median / seconds["identity"].median,
+        }
+        for name, time in seconds.items()
+    ]
+
+
+def bench_seeds(seeds: int, rounds: int) -> list[dict[str, Any]]:
+    """A step of many small states at once: vmap over seeds, call and device together."""
+    shapes = {
+        f"Dense_{i}": {
+            "kernel": jax.ShapeDtypeStruct((seeds, *shape), jnp.float32),
+            "bias": jax.ShapeDtypeStruct((seeds, shape[1]), jnp.float32),
+        }
+        for i, shape in enumerate([(8, 64), (64, 64), (64, 4)])
+    }
+    params = random_tree(shapes, 0, 0.1)
+    optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    ours = jr.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    xs = jnp.linspace(1e-3, 2e-3, seeds)
+    state = jax.vmap(lambda p: jr.TrainState.create(p, ours))(params)
+    plain = jr.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY, skip_nonfinite=False)
+    plain_state = jax.vmap(lambda p: jr.TrainState.create(p, plain))(params)
+    sides = {
+        "ours": Side(jax.vmap(arena_step), state, xs),
+        "ours, skip_nonfinite=False": Side(jax.vmap(arena_step), plain_state, xs),
+        "optax": Side(
+            jax.vmap(optax_step(optimizer)), (params, jax.vmap(optimizer.init)(params)), xs
+        ),
+    }
+    seconds = alternate(sides, rounds=rounds, repeats=20)
+    return [
+        {
+            "model": f"mlp of {seeds} seeds",
+            "side": name,
+            "step_us": time.median * 1e6,
+            "spread_us": time.spread * 1e6,
+            "ratio_to_optax": seconds["optax"].median / time.median,
+        }
+        for name, time in seconds.items()
+    ]
+
+
+def main() -> None:
+    """Runs the benchmark from the command line."""
+    parser = argparse.ArgumentParser(
+        description="What a jitted, donated train step costs the host, and many small states in one step."
+    )
+    parser.add_argument("--models", default="mlp,resnet50,many2000")
+    parser.add_argument("--seeds", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args()
+    rows = []
+    for model in args.models.split(","):
+        rows += bench_calls(model, args.rounds)
+    rows += bench_seeds(args.seeds, max(args.rounds // 10, 3))
+    report("Host time of a call, and vmap over seeds", rows, args.json)
+
+
+if __name__ == "__main__":
+    main()

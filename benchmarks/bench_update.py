@@ -1,0 +1,172 @@
+"""The optimizer step alone: our ops against optax and against the device's own copy.
+
+    python benchmarks/bench_update.py [--models arena100m,gpt2,resnet50] [--json FILE]
+
+Several steps run in one compiled program, so that the times are the device's. The copy is measured
+in the same run. Bytes are what the step must move, each read or written once: for AdamW 28 a
+parameter, and 4 more where the gradients are looked at before the update.
+"""
+
+import argparse
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from timing import alternate, copy_rate, report
+
+from jaxrenaissance import ops, scalars
+from jaxrenaissance.models import named_shapes
+from jaxrenaissance.plan import ArenaLayout, MemoryPlan
+
+LEARNING_RATE, WEIGHT_DECAY, BYTES_UPDATE, BYTES_STATISTICS = 1e-3, 0.1, 28, 4
+
+
+def shapes_of(model: str) -> Any:
+    """The leaves of a named model; "arena100m" is one leaf of 128M elements."""
+    if model == "arena100m":
+        return {"kernel": jax.ShapeDtypeStruct((128 * 1024, 1024), jnp.float32)}
+    return named_shapes(model)
+
+
+def random_tree(shapes: Any, seed: int, scale: float, dtype: Any = jnp.float32) -> Any:
+    """Normal values on the device: times on zeros would flatter."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jnp.asarray(scale * rng.standard_normal(x.shape, np.float32), dtype), shapes
+    )
+
+
+def initial_floats() -> np.ndarray:
+    """The scalars of AdamW for both groups."""
+    floats = np.zeros(scalars.floats_size(2), np.float32)
+    floats[scalars.GRAD_FACTOR] = 1
+    for group in range(2):
+        floats[scalars.float_index(group, scalars.LEARNING_RATE)] = LEARNING_RATE
+        floats[scalars.float_index(group, scalars.WEIGHT_DECAY)] = WEIGHT_DECAY * (group == 0)
+        floats[scalars.float_index(group, scalars.ONE_MINUS_B1)] = 0.1
+        floats[scalars.float_index(group, scalars.ONE_MINUS_B2)] = 0.001
+        floats[scalars.float_index(group, scalars.EPS)] = 1e-8
+    return floats
+
+
+def arena_steps(layout: ArenaLayout, skip: bool, steps: int, state: Any, gradients: Any) -> Any:
+    """``steps`` AdamW steps on arenas."""
+    floats, ints, weights, moments = state
+    for _ in range(steps):
+        if skip:
+            ints = ops.statistics(layout, ints, gradients, backend="auto")
+        floats, ints = ops.prologue(floats, ints, backend="auto")
+        weights, moments = ops.update(
+            "adam", layout, floats, weights, moments, gradients, backend="auto"
+        )
+    return floats, ints, weights, moments
+
+
+def optax_steps(
+    optimizer: optax.GradientTransformation, steps: int, state: Any, gradients: Any
+) -> Any:
+    """``steps`` steps of optax on leaves; a barrier keeps XLA from fusing all steps into one."""
+    params, opt_state = state
+    for _ in range(steps):
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        params, opt_state = jax.lax.optimization_barrier((params, opt_state))
+    return params, opt_state
+
+
+class Side:
+    """A donated step that carries its state from call to call."""
+
+    def __init__(self, step: Any, state: Any, gradients: Any) -> None:
+        self.step = jax.jit(step, donate_argnums=0)
+        self.state, self.gradients = state, gradients
+
+    def __call__(self) -> Any:
+        self.state = self.step(self.state, self.gradients)
+        return jax.tree.leaves(self.state)[0]
+
+
+def bench(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """The rows of one model."""
+    shapes = shapes_of(model)
+    plan = MemoryPlan.build(shapes)
+    (layout,) = plan.arenas
+
+    def in_arena_order(tree: Any) -> list[jax.Array]:
+        flat = jax.tree.leaves(tree)
+        return [flat[i] for i in layout.leaves]
+
+    leaves = in_arena_order(random_tree(shapes, 0, 0.1))
+    gradients: dict[str, Any] = {
+        "leaves": in_arena_order(random_tree(shapes, 1, 0.01)),
+        "bf16 leaves": in_arena_order(random_tree(shapes, 1, 0.01, jnp.bfloat16)),
+    }
+    gradients["arena"] = ops.pack(layout, gradients["leaves"], backend="auto")
+
+    def state() -> Any:
+        weights = ops.pack(layout, leaves, backend="auto")
+        moments = (jnp.zeros_like(weights), jnp.zeros_like(weights))
+        return jnp.asarray(initial_floats()), jnp.asarray(scalars.initial_ints()), weights, moments
+
+    def ours(source: str, skip: bool) -> Side:
+        return Side(functools.partial(arena_steps, layout, skip, steps), state(), gradients[source])
+
+    sides: dict[str, Any] = {
+        "ours, arena": ours("arena", False),
+        "ours, leaves": ours("leaves", False),
+        "ours, leaves, skip_nonfinite": ours("leaves", True),
+        "ours, bf16 leaves": ours("bf16 leaves", False),
+    }
+    optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    params = jax.tree.map(jnp.copy, leaves)
+    sides["optax.adamw, leaves"] = Side(
+        functools.partial(optax_steps, optimizer, steps),
+        (params, optimizer.init(params)),
+        gradients["leaves"],
+    )
+    seconds = alternate(sides, rounds=rounds)
+    del sides
+    rate = copy_rate(BYTES_UPDATE * plan.num_parameters)
+    rows = []
+    optax_time = seconds["optax.adamw, leaves"].median / steps
+    for name, time in seconds.items():
+        per_parameter = BYTES_UPDATE + BYTES_STATISTICS * ("skip" in name) - 2 * ("bf16" in name)
+        step = time.median / steps
+        rows.append(
+            {
+                "model": model,
+                "parameters": plan.num_parameters,
+                "leaves": len(leaves),
+                "side": name,
+                "step_us": step * 1e6,
+                "spread_us": time.spread / steps * 1e6,
+                "bytes_per_parameter": per_parameter,
+                "copy_fraction": per_parameter * plan.num_parameters / step / rate,
+                "copy_gb_per_s": rate / 1e9,
+                "ratio_to_optax": optax_time / step,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Runs the benchmark from the command line."""
+    parser = argparse.ArgumentParser(
+        description="The optimizer step alone: our ops against optax and against the device's own copy."
+    )
+    parser.add_argument("--models", default="arena100m,gpt2,resnet50")
+    parser.add_argument("--steps", type=int, default=10, help="steps in one program")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args()
+    rows = []
+    for model in args.models.split(","):
+        rows += bench(model, args.steps, args.rounds)
+    report("AdamW step", rows, args.json)
+
+
+if __name__ == "__main__":
+    main()
