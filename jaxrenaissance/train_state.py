@@ -215,7 +215,8 @@ class TrainState:
         """`compute_params` with None for the leaves that are not trained.
 
         For a frozen base that cannot be differentiated (int8, keys), differentiate for these and
-        put the rest back inside: `jax.grad(lambda p: loss(state.merge(p)))(state.trainable_params)`.
+        put the rest back inside:
+        `jax.grad(lambda p: loss(state.merge(p)))(state.trainable_params)`.
         """
         return self._tree(self.static.compute_dtypes, (None,) * len(self.frozen))
 
