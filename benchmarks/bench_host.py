@@ -129,9 +129,7 @@ def bench_seeds(seeds: int, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description="What a jitted, donated train step costs the host, and many small states in one step."
-    )
+    parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="mlp,resnet50,many2000")
     parser.add_argument("--seeds", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=100)

@@ -154,9 +154,7 @@ def bench(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description="The optimizer step alone: our ops against optax and against the device's own copy."
-    )
+    parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="arena100m,gpt2,resnet50")
     parser.add_argument("--steps", type=int, default=10, help="steps in one program")
     parser.add_argument("--rounds", type=int, default=9)
