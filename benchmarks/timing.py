@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+WARM_UP_CALLS = 4  # compilation, and what a runtime does after its first executions
+
 
 class Seconds(NamedTuple):
     """The median of a time over rounds, and its spread: half the distance of the quartiles."""
@@ -25,40 +27,49 @@ class Seconds(NamedTuple):
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], Any]], *, rounds: int, repeats: int = 1
+    sides: Mapping[str, Callable[[], Any]], *, rounds: int, seconds: float = 0.02
 ) -> dict[str, Seconds]:
     """Times the sides in turn, so that a machine that slows down slows all of them.
 
     Args:
       sides: by name, a function that starts the work and returns arrays to wait for.
-      rounds: measured rounds, after one that is not.
-      repeats: calls in a round before it waits; the time is of one call.
+      rounds: measured rounds.
+      seconds: how long a round of a side lasts at least: calls follow each other without waiting,
+        so that the time of one is the device's where that is longer than the host's.
 
     Returns:
       Seconds a call for each side.
     """
+    repeats = {}
+    for name, side in sides.items():
+        single = min(_seconds_a_call(side, 1) for _ in range(WARM_UP_CALLS))
+        repeats[name] = max(1, round(seconds / single))
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for i in range(rounds + 1):
+    for _ in range(rounds):
         for name, side in sides.items():
-            start = time.perf_counter()
-            for _ in range(repeats - 1):
-                side()
-            jax.block_until_ready(side())
-            if i:
-                times[name].append((time.perf_counter() - start) / repeats)
-    return {name: _summary(values) for name, values in times.items()}
+            times[name].append(_seconds_a_call(side, repeats[name]))
+    return {name: summary(values) for name, values in times.items()}
 
 
-def _summary(values: list[float]) -> Seconds:
+def _seconds_a_call(side: Callable[[], Any], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats - 1):
+        side()
+    jax.block_until_ready(side())
+    return (time.perf_counter() - start) / repeats
+
+
+def summary(values: list[float]) -> Seconds:
+    """The median of times and their spread."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return Seconds(middle, (high - low) / 2)
 
 
-def copy_rate(nbytes: int, *, rounds: int = 7, repeats: int = 10) -> float:
+def copy_rate(nbytes: int, *, rounds: int = 9) -> float:
     """Bytes a second, read and written, of the device's own copy of ``nbytes`` in all."""
     source = jax.numpy.asarray(np.random.default_rng(0).normal(size=nbytes // 8), np.float32)
     copy = jax.jit(jax.numpy.copy)
-    seconds = alternate({"copy": lambda: copy(source)}, rounds=rounds, repeats=repeats)["copy"]
+    seconds = alternate({"copy": lambda: copy(source)}, rounds=rounds)["copy"]
     return 2 * source.nbytes / seconds.median
 
 

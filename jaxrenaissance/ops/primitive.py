@@ -8,6 +8,7 @@ import jax
 import jax.extend
 import numpy as np
 from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import PartitionSpec
 
 from .. import native
 from .tables import layout_attribute
@@ -78,10 +79,16 @@ class Op:
         self, *avals: Any, backend: str, batch: tuple[int, ...], batched: Any, **static: Any
     ) -> list[Any]:
         # Made from an operand's aval, so that results have its manual axes (shard_map's checks).
-        return [
-            avals[0].update(shape=(*batch, *shape), dtype=np.dtype(dtype), weak_type=False)
-            for shape, dtype in self._result_types(**static)
-        ]
+        # On a mesh, nothing of ours is partitioned: no axis of a result is sharded.
+        like = avals[0]
+        results = []
+        for own_shape, dtype in self._result_types(**static):
+            shape = (*batch, *own_shape)
+            sharding = like.sharding.update(spec=PartitionSpec(*(None,) * len(shape)))
+            results.append(
+                like.update(shape=shape, dtype=np.dtype(dtype), weak_type=False, sharding=sharding)
+            )
+        return results
 
     def _batch(
         self,
