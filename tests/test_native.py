@@ -83,6 +83,7 @@ def test_scalar_slots_are_those_of_the_python_side(platform: str) -> None:
 @pytest.mark.skipif(native.build_record() is None, reason="nothing was built")
 def test_cuda_module_imports_without_a_driver() -> None:
     record = native.build_record()
+    assert record is not None
     if record.CUDA_REASON:
         pytest.skip(record.CUDA_REASON)
     code = "import _jaxrenaissance_cuda as m; print(m.driver_cuda(), len(m.handlers()) > 0)"
@@ -105,7 +106,7 @@ def test_import_loads_no_module_and_never_warns() -> None:
 
 def test_switched_off_by_the_environment() -> None:
     code = (
-        "from jaxrenaissance import native; native.warn_missing_cuda_once(); "
+        "from jaxrenaissance import native; native.warn_fallback_once('cuda'); "
         "print(native.available('cpu'), native.why_not('cpu'))"
     )
     output = run_python(code, **{native.DISABLE: "1"})
@@ -233,14 +234,28 @@ def test_same_error_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(errors[0]) == str(errors[1])
 
 
-def test_missing_cuda_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends._BACKENDS, "cuda", fake_module(monkeypatch, source_hash="0" * 64))
-    monkeypatch.setattr(backends, "_warned_cuda", backends.threading.Event())
-    with pytest.warns(UserWarning, match=r"xla backend on this GPU.*pip install"):
-        native.warn_missing_cuda_once()
+@pytest.mark.parametrize(("platform", "device"), [("cuda", "GPU"), ("cpu", "CPU")])
+def test_a_refused_module_warns_once(
+    monkeypatch: pytest.MonkeyPatch, platform: str, device: str
+) -> None:
+    monkeypatch.delenv(native.DISABLE, raising=False)
+    stale = fake_module(monkeypatch, source_hash="0" * 64)
+    monkeypatch.setitem(backends._BACKENDS, platform, stale)
+    monkeypatch.setattr(backends, "_warned", set())
+    with pytest.warns(UserWarning, match=rf"xla backend on this {device}.*pip install"):
+        native.warn_fallback_once(platform)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        native.warn_missing_cuda_once()
+        native.warn_fallback_once(platform)
+
+
+def test_a_cpu_module_that_was_never_built_is_no_surprise() -> None:
+    code = (
+        "import sys, warnings; warnings.simplefilter('error'); "
+        "sys.modules |= dict.fromkeys(('_jaxrenaissance_cpu', '_jaxrenaissance_build')); "
+        "from jaxrenaissance import native; native.warn_fallback_once('cpu')"
+    )
+    assert run_python(code, **{native.DISABLE: ""}) == ""
 
 
 def test_diagnosis_names_each_backend() -> None:

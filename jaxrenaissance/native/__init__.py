@@ -10,7 +10,7 @@ from .backends import cuda_devices as cuda_devices
 from .backends import disabled as disabled
 from .backends import require as require
 from .backends import scalar_slots as scalar_slots
-from .backends import warn_missing_cuda_once as warn_missing_cuda_once
+from .backends import warn_fallback_once as warn_fallback_once
 from .backends import why_not as why_not
 from .diagnosis import Diagnosis as Diagnosis
 from .diagnosis import diagnose as diagnose

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from . import sources
-from .errors import BackendUnavailable
+from .errors import BackendUnavailable, NotBuilt
 
 DISABLE = "JAXRENAISSANCE_DISABLE_NATIVE"
 """The environment variable that switches the modules off, read when one is first needed."""
@@ -57,7 +57,7 @@ class NativeBackend:
         if self._module is None:
             assert self._error is not None
             # A fresh one: raising the same object again would grow its traceback.
-            raise BackendUnavailable(*self._error.args)
+            raise type(self._error)(*self._error.args)
         return self._module
 
     def _unavailable(self, reason: str, remedy: str | None = None) -> BackendUnavailable:
@@ -92,12 +92,16 @@ class NativeBackend:
     def _not_built(self) -> BackendUnavailable:
         record = sources.build_record()
         if record is None:
-            return self._unavailable("the compiled modules are not installed for this Python")
+            return NotBuilt(
+                self.platform,
+                "the compiled modules are not installed for this Python",
+                sources.build_command(),
+            )
         prefix = self.platform.upper()
         reason, remedy = getattr(record, f"{prefix}_REASON"), getattr(record, f"{prefix}_REMEDY")
         if not reason:
             return self._unavailable(f"{self.module_name} was built, but is not there any more")
-        return self._unavailable(reason, f"{remedy}, then: {sources.build_command()}")
+        return NotBuilt(self.platform, reason, f"{remedy}, then: {sources.build_command()}")
 
     def _check_ffi(self, info: Mapping[str, Any]) -> None:
         # Until a platform has started, JAX only keeps what is registered for it, and a handler that
@@ -149,7 +153,7 @@ _BACKENDS = {
     "cpu": NativeBackend("cpu", "_jaxrenaissance_cpu", "cpu"),
     "cuda": NativeBackend("cuda", "_jaxrenaissance_cuda", "CUDA"),
 }
-_warned_cuda = threading.Event()
+_warned: set[str] = set()
 
 
 def require(platform: str) -> None:
@@ -211,20 +215,25 @@ def driver_cuda() -> tuple[int, int]:
     return _backend("cuda").require().driver_cuda()
 
 
-def warn_missing_cuda_once() -> None:
-    """Warns, once in a process, that a computation for CUDA runs without the CUDA module.
+def warn_fallback_once(platform: str) -> None:
+    """Warns, once for each platform, that a computation runs on the xla backend for want of ours.
 
-    Silent where the module works, and where it was switched off on purpose.
+    Silent where the module works, where it was switched off on purpose, and on a CPU for which no
+    module was built: the build said so.
     """
-    if disabled() or _warned_cuda.is_set():
+    if disabled() or platform in _warned:
         return
-    reason = why_not("cuda")
-    if reason is None or _warned_cuda.is_set():
-        return
-    _warned_cuda.set()
-    warnings.warn(
-        f"jaxrenaissance runs on the slower xla backend on this GPU: {reason}", stacklevel=2
-    )
+    try:
+        require(platform)
+    except BackendUnavailable as error:
+        if platform == "cpu" and isinstance(error, NotBuilt):
+            return
+        _warned.add(platform)
+        device = {"cpu": "CPU", "cuda": "GPU"}[platform]
+        warnings.warn(
+            f"jaxrenaissance runs on the slower xla backend on this {device}: {error}",
+            stacklevel=2,
+        )
 
 
 def disabled() -> bool:

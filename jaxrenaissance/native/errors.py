@@ -1,4 +1,4 @@
-"""The error of a native backend that does not work."""
+"""The errors of a native backend that does not work."""
 
 
 class BackendUnavailable(RuntimeError):
@@ -21,3 +21,7 @@ class BackendUnavailable(RuntimeError):
             f"the native {self.platform} backend does not work here: {self.reason}. "
             f"To mend it: {self.remedy}"
         )
+
+
+class NotBuilt(BackendUnavailable):
+    """No module was built for the backend; the build said so."""

@@ -164,8 +164,7 @@ class Op:
         **static: Any,
     ) -> Any:
         if backend == "auto" and not native.available(platform):
-            if platform == "cuda":
-                native.warn_missing_cuda_once()
+            native.warn_fallback_once(platform)
             return self._lower_reference(
                 ctx, *operands, backend=backend, batch=batch, batched=batched, **static
             )
