@@ -62,8 +62,10 @@ __device__ __forceinline__ BlockPlace FindBlock(const SegmentTable<kCapacity>& t
   return {table.first_tile + blockIdx.x % table.tiles, blockIdx.x / table.tiles};
 }
 
-__device__ __forceinline__ int64_t VectorStart(uint32_t tile) {
-  return static_cast<int64_t>(tile) * kTile + static_cast<int64_t>(threadIdx.x) * kVector;
+// Arena index of this thread's vector number u, where a thread of the block's tile has kVectors.
+template <int kVectors = 1>
+__device__ __forceinline__ int64_t VectorStart(uint32_t tile, int u = 0) {
+  return tile * (kVectors * kTile) + u * kTile + static_cast<int64_t>(threadIdx.x) * kVector;
 }
 
 template <typename T, int kCapacity>
@@ -115,7 +117,7 @@ __device__ __forceinline__ void WithLeaf(const SegmentTable<kCapacity>& table, c
 // gradient is an arena.
 template <typename T, int kCapacity>
 bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, int64_t first,
-               int64_t count, SegmentTable<kCapacity>& table) {
+               int64_t count, int64_t tile, SegmentTable<kCapacity>& table) {
   const Segment* segments = layout.segments + first;
   const bool last_launch = first + count == layout.num_segments;
   table.count = static_cast<uint32_t>(count);
@@ -143,8 +145,8 @@ bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, i
   }
   const int64_t low = first == 0 ? 0 : segments[0].start;
   const int64_t high = last_launch ? layout.size : segments[count].start;
-  const int64_t first_tile = low / kTile;
-  const int64_t tiles = (high + kTile - 1) / kTile - first_tile;
+  const int64_t first_tile = low / tile;
+  const int64_t tiles = (high + tile - 1) / tile - first_tile;
   if (tiles * layout.members > INT32_MAX) return false;
   table.low_line = static_cast<uint32_t>(low / kLine<T>);
   table.high_line = static_cast<uint32_t>(high / kLine<T>);
@@ -154,7 +156,7 @@ bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, i
   while ((tiles >> table.bucket_shift) >= kBuckets) ++table.bucket_shift;
   int64_t segment = 0;
   for (int64_t b = 0; b <= kBuckets; ++b) {
-    const int64_t line = ((first_tile + (b << table.bucket_shift)) * kTile) / kLine<T>;
+    const int64_t line = ((first_tile + (b << table.bucket_shift)) * tile) / kLine<T>;
     while (segment + 1 < count && table.start[segment + 1] <= line) ++segment;
     table.bucket[b] = static_cast<uint16_t>(segment);
   }
@@ -162,12 +164,13 @@ bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, i
 }
 
 // Calls launch(grid, table) for each launch, with a table of the smallest capacity that fits.
-template <typename T, typename F>
+template <typename T, int kVectors = 1, typename F>
 cudaError_t ForEachLaunch(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag,
                           const F& launch) {
   if (layout.size * layout.members == 0) return cudaSuccess;
   const auto run = [&](auto& table, int64_t first, int64_t count) {
-    if (!FillTable<T>(layout, leaves, tag, first, count, table)) return cudaErrorInvalidValue;
+    if (!FillTable<T>(layout, leaves, tag, first, count, kVectors * kTile, table))
+      return cudaErrorInvalidValue;
     launch(dim3(table.tiles * static_cast<unsigned>(layout.members)), table);
     return cudaPeekAtLastError();
   };

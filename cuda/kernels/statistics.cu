@@ -1,4 +1,6 @@
 // statistics: the first leaf with a non-finite gradient.
+#include <type_traits>
+
 #include "core/scalars.h"
 #include "kernels/launch.h"
 #include "kernels/preload.cuh"
@@ -15,26 +17,50 @@ __global__ void __launch_bounds__(kThreads)
     StatisticsKernel(const T* gradient, int64_t gradient_stride, int64_t size, int64_t members,
                      int32_t first_leaf, int32_t* ints,
                      const __grid_constant__ SegmentTable<kCapacity> table) {
+  constexpr int kVectors = kStatisticsVectors;
   const BlockPlace block = FindBlock(table, members);
-  const int64_t position = VectorStart(block.tile);
-  if (position >= size) return;
-  const Place place = FindPlace<T>(table, block.tile, position);
-  if (place.count == 0) return;
   bool bad = false;
-  const auto check = [&](const auto* data) {
-    Vector<std::decay_t<decltype(*data)>> raw{};
-    LoadVector(data, place.count, raw);
+  // Looks at vectors of one segment, kTile apart: all loads go out before the first is used.
+  const auto check = [&](const Place& place, int64_t position, auto vectors) {
+    constexpr int kCount = decltype(vectors)::value;
+    const auto look = [&](const auto* data) {
+      Vector<std::decay_t<decltype(*data)>> raw[kCount]{};
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) bad |= IsNonFinite(raw.x[i]);
+      for (int u = 0; u < kCount; ++u) LoadVector(data + u * kTile, place.count, raw[u]);
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) bad |= IsNonFinite(raw[u].x[i]);
+      }
+    };
+    if constexpr (kFromArena) {
+      look(gradient + block.member * gradient_stride + position);
+    } else {
+      WithLeaf<T>(table, place, block.member, look);
+    }
+    if (bad) {
+      atomicMin(ints + block.member * kInts + kFirstBad,
+                first_leaf + static_cast<int32_t>(place.tag()));
+    }
   };
-  if constexpr (kFromArena) {
-    check(gradient + block.member * gradient_stride + position);
-  } else {
-    WithLeaf<T>(table, place, block.member, check);
+
+  const int64_t first = VectorStart<kVectors>(block.tile);
+  const int64_t last = VectorStart<kVectors>(block.tile, kVectors - 1);
+  if (first >= size) return;
+  const Place place = FindPlace<T>(table, block.tile, first);
+  if (last < size) {
+    const Place end = FindPlace<T>(table, block.tile, last);
+    if (place.count == kVector && end.count == kVector && place.segment == end.segment) {
+      check(place, first, std::integral_constant<int, kVectors>{});
+      return;
+    }
   }
-  if (bad) {
-    atomicMin(ints + block.member * kInts + kFirstBad,
-              first_leaf + static_cast<int32_t>(place.tag()));
+  for (int u = 0; u < kVectors; ++u) {
+    const int64_t position = VectorStart<kVectors>(block.tile, u);
+    if (position >= size) return;
+    const Place own = FindPlace<T>(table, block.tile, position);
+    bad = false;
+    if (own.count > 0) check(own, position, std::integral_constant<int, 1>{});
   }
 }
 
@@ -42,15 +68,16 @@ template <typename T>
 cudaError_t Launch(const Layout& layout, const GradientOperands& gradients, int32_t first_leaf,
                    int32_t* ints, cudaStream_t stream) {
   const T* arena = static_cast<const T*>(gradients.arena);
-  return ForEachLaunch<T>(layout, gradients.leaves, Tag::kLeaf, [&](dim3 grid, const auto& table) {
-    if (gradients.from_arena) {
-      StatisticsKernel<T, true><<<grid, kThreads, 0, stream>>>(
-          arena, gradients.arena_stride, layout.size, layout.members, first_leaf, ints, table);
-    } else {
-      StatisticsKernel<T, false><<<grid, kThreads, 0, stream>>>(
-          nullptr, 0, layout.size, layout.members, first_leaf, ints, table);
-    }
-  });
+  return ForEachLaunch<T, kStatisticsVectors>(
+      layout, gradients.leaves, Tag::kLeaf, [&](dim3 grid, const auto& table) {
+        if (gradients.from_arena) {
+          StatisticsKernel<T, true><<<grid, kThreads, 0, stream>>>(
+              arena, gradients.arena_stride, layout.size, layout.members, first_leaf, ints, table);
+        } else {
+          StatisticsKernel<T, false><<<grid, kThreads, 0, stream>>>(
+              nullptr, 0, layout.size, layout.members, first_leaf, ints, table);
+        }
+      });
 }
 
 template <typename T>
