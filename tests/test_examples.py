@@ -1,11 +1,14 @@
 """The example trains with every optimizer and on every backend."""
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +57,25 @@ def test_digits_train_on_every_backend(backend, tmp_path):
     assert check_output(result, plot) > 0.5
 
 
+@pytest.fixture
+def example(monkeypatch):
+    """The example as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return importlib.import_module("train_digits")
+
+
+def test_a_nan_in_an_image_changes_neither_weights_nor_batch_statistics(example, tmp_path):
+    options = example.Options("adamw", "auto", 1, 8, None, 0, tmp_path / "plot.png")
+    state = example.initial_state(options, num_steps=10)
+    images, labels = np.zeros((8, 8, 8, 1), np.float32), np.zeros(8, np.int32)
+    state, _ = example.train_step(state, images, labels)
+    before = jax.device_get((state.params, state.extra.tree))
+    images[3, 4, 5, 0] = np.nan
+    state, _ = example.train_step(state, images, labels)
+    assert (state.step, state.skipped) == (1, 1)
+    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.extra.tree))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -65,12 +87,9 @@ def test_digits_train_on_every_backend(backend, tmp_path):
         (("--plot", "nowhere/a.png"), "argument --plot: there is no folder nowhere"),
     ],
 )
-def test_bad_options_end_with_a_message(arguments, message, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+def test_bad_options_end_with_a_message(arguments, message, example, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_digits.py", *arguments])
-    from train_digits import main
-
     with pytest.raises(SystemExit) as info:
-        main()
+        example.main()
     assert info.value.code == 2
     assert message in capsys.readouterr().err
