@@ -67,11 +67,8 @@ def train_step(
 
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
     (loss, (logits, batch_stats)), grads = grad_fn(state.compute_params)
-    state = state.apply_gradients(grads)
-    # Where a NaN made it skip this step, the batch statistics have it too: keep the old ones.
-    keep_if_skipped = functools.partial(jnp.where, state.metrics["has_nan"])
-    extra = jax.tree.map(keep_if_skipped, state.extra, state.extra.replace(batch_stats))
-    state = state.replace(extra=extra)
+    # Where a NaN makes it skip this step, the batch statistics stay as they were, too.
+    state = state.apply_gradients(grads, extra=state.extra.replace(batch_stats))
     return state, {"loss": loss, "accuracy": accuracy(logits, labels)}
 
 

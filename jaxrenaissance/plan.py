@@ -387,7 +387,7 @@ class MemoryPlan:
         lines += [
             "",
             f"{len(self.leaves):,} trained leaves, {self.num_parameters:,} parameters"
-            + (f"; {frozen:,} leaves not trained" if frozen else ""),
+            + (f"; {frozen:,} not trained" if frozen else ""),
             f"{self.bytes():,} bytes a series, {self.padding_bytes:,} of them padding",
         ]
         return "\n".join(lines)

@@ -228,7 +228,7 @@ class TrainState:
         """
         return self._fill(packed.match(self.plan, trainable, "trainable"), self.frozen)
 
-    def apply_gradients(self, grads: Any) -> "TrainState":
+    def apply_gradients(self, grads: Any, *, extra: Any = _KEEP) -> "TrainState":
         """The state after one step of the optimizer.
 
         With `skip_nonfinite`, where any trained leaf's gradient has a NaN or an infinity,
@@ -239,6 +239,9 @@ class TrainState:
             grads: gradients like `params`, `compute_params` or `trainable_params`; float32,
                 bfloat16 or float16 in any mixture (float64 too for float64 leaves). Those of leaves
                 that are not trained are ignored, whatever they are.
+
+            extra: what `extra` becomes where the step is not skipped, a tree like it: the batch
+                statistics of a bad step go with its gradients.
 
         Raises:
             ValueError: if the tree does not match; names the paths that are missing, extra,
@@ -253,7 +256,12 @@ class TrainState:
             self.ints,
             packed.match(self.plan, packed.canonical(grads), "grads"),
         )
-        return dataclasses.replace(self, weights=weights, moments=moments, floats=floats, ints=ints)
+        new = dataclasses.replace(self, weights=weights, moments=moments, floats=floats, ints=ints)
+        if extra is _KEEP:
+            return new
+        if not self.spec.skip_nonfinite:
+            return new.replace(extra=extra)
+        return new.replace(extra=_select(new.has_nan, self.extra, extra))
 
     def replace(self, *, params: Any = _KEEP, extra: Any = _KEEP) -> "TrainState":
         """The state with other parameters or another extra; moments and counters stay.
@@ -325,6 +333,11 @@ class TrainState:
         return self.ints[..., scalars.CONSECUTIVE_SKIPS]
 
     @property
+    def has_nan(self) -> jax.Array:
+        """Whether the last call was skipped: a bool scalar."""
+        return self.ints[..., scalars.HAS_NAN] != 0
+
+    @property
     def metrics(self) -> dict[str, jax.Array]:
         """Every hyperparameter as the last call used it, and the counters.
 
@@ -341,7 +354,7 @@ class TrainState:
             "calls": self.calls,
             "skipped": self.skipped,
             "consecutive_skips": self.consecutive_skips,
-            "has_nan": self.ints[..., scalars.HAS_NAN] != 0,
+            "has_nan": self.has_nan,
         }
 
     def _tree(self, dtypes: Dtypes, frozen: tuple[Any, ...]) -> Any:
@@ -420,6 +433,13 @@ def _create(static: Static, leaves: list[Any], extra: Any, floats: jax.Array) ->
 @jax.jit(inline=True)
 def _copy(tree: Any) -> Any:
     return jtu.tree_map(jnp.copy, tree)
+
+
+def _select(skipped: jax.Array, old: Any, new: Any) -> Any:
+    try:
+        return jtu.tree_map(lambda a, b: jnp.where(skipped, a, b), old, new)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"extra: expected a tree like state.extra: {error}") from error
 
 
 def _check_optimizer(optimizer: Any) -> None:

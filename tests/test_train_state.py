@@ -578,6 +578,28 @@ def test_replace_params_replaces_leaves_that_are_not_trained_or_keeps_them(backe
         state.replace(params={**params, "half": jnp.ones(2, jnp.bfloat16)})
 
 
+@pytest.mark.parametrize("skip_nonfinite", [True, False])
+def test_a_skipped_step_keeps_extra(backend, skip_nonfinite):
+    optimizer = jr.sgd(0.1, skip_nonfinite=skip_nonfinite, backend=backend)
+    stats = {"mean": jr.Packed({"m": jnp.zeros(3)}, backend=backend), "n": jnp.zeros(2)}
+    state = jr.TrainState.create({"w": jnp.ones(2)}, optimizer, extra=stats)
+
+    @jax.jit(donate_argnums=0)
+    def step(state, grad):
+        extra = {"mean": state.extra["mean"].replace({"m": grad[:1] + jnp.zeros(3)}), "n": grad}
+        return state.apply_gradients({"w": grad}, extra=extra)
+
+    state = step(state, jnp.array([2.0, 3.0]))
+    state = step(state, jnp.array([5.0, jnp.nan]))
+    assert bool(state.has_nan) == skip_nonfinite
+    kept = (2.0, [2.0, 3.0]) if skip_nonfinite else (5.0, [5.0, np.nan])
+    np.testing.assert_array_equal(state.extra["mean"].tree["m"], kept[0])
+    np.testing.assert_array_equal(state.extra["n"], kept[1])
+    if skip_nonfinite:
+        with pytest.raises(ValueError, match=r"^extra: expected a tree like state\.extra"):
+            state.apply_gradients({"w": jnp.ones(2)}, extra={"n": jnp.ones(2)})
+
+
 def test_extra_carries_batch_statistics_through_the_step(backend):
     stats = {"mean": jnp.zeros(3), "var": jnp.ones(3)}
     state = jr.TrainState.create(
