@@ -1,0 +1,280 @@
+"""Arenas and steps in NumPy: what the tests of the ops are fed with and compared against."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrenaissance import ops, scalars
+from jaxrenaissance.plan import ArenaLayout, MemoryPlan
+from jaxrenaissance.regions import Region
+
+BFLOAT16 = np.dtype(jax.numpy.bfloat16)
+LEAF_DTYPES = {
+    "float32": (np.dtype("float32"), BFLOAT16, np.dtype("float16")),
+    "float64": (np.dtype("float64"), np.dtype("float32"), BFLOAT16, np.dtype("float16")),
+}
+"""Of each arena dtype: what the leaves beside it may have."""
+
+MOMENTS = {"sgd": 0, "momentum": 1, "nesterov": 1, "adam": 2}
+KINDS = tuple(MOMENTS)
+
+# Empty, 0-d and odd leaves; slices with and without padding between them, at odd offsets of their
+# leaf; more than one chunk of work. Shape, stacked axes, group.
+LEAVES = (
+    ((0, 3), 0, 0),
+    ((), 0, 0),
+    ((1,), 0, 0),
+    ((5, 3, 31), 1, 0),
+    ((3,), 0, 0),
+    ((31,), 0, 1),
+    ((0,), 0, 1),
+    ((4, 32), 1, 1),
+    ((33,), 0, 1),
+    ((2, 40_000), 0, 0),
+    ((64,), 0, 1),
+    ((3, 2, 7), 2, 1),
+    ((2, 0), 1, 0),
+)
+
+# Two groups that differ in every number.
+NUMBERS = (
+    {"lr": 0.1, "wd": 0.3, "momentum": 0.9, "b1": 0.9, "b2": 0.99, "eps": 1e-3, "eps_root": 1e-4},
+    {"lr": 0.07, "wd": 0.0, "momentum": 0.5, "b1": 0.8, "b2": 0.9, "eps": 1e-2, "eps_root": 0.0},
+)
+
+
+def make_layout(
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    groups: Sequence[int] | int = 0,
+    stacked: Sequence[int] | int = 0,
+    dtype: str = "float32",
+) -> ArenaLayout:
+    """The layout of leaves that lie in the arena in the order given."""
+    groups = [groups] * len(shapes) if isinstance(groups, int) else groups
+    axes = [stacked] * len(shapes) if isinstance(stacked, int) else stacked
+    plan = MemoryPlan.build(
+        [jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape in shapes],
+        rules=lambda path, leaf: Region.W_FC_WEIGHT,
+        stacked=lambda path, leaf: axes[int(path)],
+        mask=[group == 0 for group in groups],
+    )
+    return plan.arenas[0]
+
+
+def usual_layout(dtype: str = "float32") -> ArenaLayout:
+    shapes, stacked, groups = zip(*LEAVES, strict=True)
+    return make_layout(shapes, groups=groups, stacked=stacked, dtype=dtype)
+
+
+def to_arena(layout: ArenaLayout, leaves: Sequence[object], padding: float = 0) -> np.ndarray:
+    """The arena that holds the leaves; widening is exact."""
+    arena = np.full(layout.size, padding, layout.dtype)
+    flat = [np.asarray(leaf).reshape(-1) for leaf in leaves]
+    for start, size, leaf, offset, _ in layout.segments.tolist():
+        arena[start : start + size] = flat[leaf][offset : offset + size]
+    return arena
+
+
+def to_leaves(layout: ArenaLayout, arena: object) -> list[np.ndarray]:
+    """The arena's leaves, in its own dtype."""
+    arena = np.asarray(arena)
+    flat = [np.zeros(int(np.prod(shape, dtype=np.int64)), arena.dtype) for shape in layout.shapes]
+    for start, size, leaf, offset, _ in layout.segments.tolist():
+        flat[leaf][offset : offset + size] = arena[start : start + size]
+    return [x.reshape(shape) for x, shape in zip(flat, layout.shapes, strict=True)]
+
+
+def group_of_elements(layout: ArenaLayout) -> np.ndarray:
+    """The group of every element of the arena, -1 where it is padding."""
+    groups = np.full(layout.size, -1)
+    for start, size, _, _, group in layout.segments.tolist():
+        groups[start : start + size] = group
+    return groups
+
+
+def random_leaves(
+    layout: ArenaLayout, rng: np.random.Generator, dtypes: Sequence[np.dtype] | None = None
+) -> list[np.ndarray]:
+    """Normal leaves, of each dtype that may lie beside the arena in turn."""
+    dtypes = LEAF_DTYPES[layout.dtype.name] if dtypes is None else dtypes
+    return [
+        rng.normal(size=shape).astype(dtypes[i % len(dtypes)])
+        for i, shape in enumerate(layout.shapes)
+    ]
+
+
+def random_states(layout: ArenaLayout, kind: str, rng: np.random.Generator) -> list[np.ndarray]:
+    """Weights and moments with zero padding; second moments are positive."""
+    states = [to_arena(layout, random_leaves(layout, rng)) for _ in range(1 + MOMENTS[kind])]
+    return [*states[:2], *(np.abs(v) for v in states[2:])]
+
+
+def make_floats(
+    numbers: Sequence[Mapping[str, float]] = NUMBERS,
+    *,
+    dtype: str = "float32",
+    step: int = 1,
+    factor: float = 1.0,
+    apply: bool = True,
+) -> np.ndarray:
+    """The scalars as the prologue of this step leaves them; each number is rounded once."""
+    rows = np.zeros((1 + len(numbers), scalars.ROW))
+    rows[0, scalars.APPLY], rows[0, scalars.GRAD_FACTOR] = apply, factor
+    for row, given in zip(rows[1:], numbers, strict=True):
+        n = {"wd": 0.0, "l2": 0.0, "momentum": 0.0, "b1": 0.9, "b2": 0.999, "eps": 1e-8} | given
+        row[scalars.LEARNING_RATE], row[scalars.WEIGHT_DECAY] = n["lr"], n["wd"]
+        row[scalars.L2], row[scalars.MOMENTUM] = n["l2"], n["momentum"]
+        row[scalars.ONE_MINUS_B1], row[scalars.ONE_MINUS_B2] = 1 - n["b1"], 1 - n["b2"]
+        row[scalars.EPS], row[scalars.EPS_ROOT] = n["eps"], n.get("eps_root", 0.0)
+        row[scalars.LR_WD] = n["lr"] * n["wd"]
+        row[scalars.C1], row[scalars.C2] = 1 / (1 - n["b1"] ** step), 1 / (1 - n["b2"] ** step)
+    return rows.reshape(-1).astype(dtype)
+
+
+def expected_update(
+    kind: str,
+    layout: ArenaLayout,
+    states: Sequence[np.ndarray],
+    gradient: np.ndarray,
+    numbers: Sequence[Mapping[str, float]] = NUMBERS,
+    *,
+    step: int = 1,
+    factor: float = 1.0,
+) -> list[np.ndarray]:
+    """Weights and moments after one update, in float64 from the formulas; padding stays."""
+    new = [np.array(x, np.float64) for x in states]
+    groups = group_of_elements(layout)
+    for group, n in enumerate(numbers):
+        here = groups == group
+        w, *moments = (x[here] for x in new)
+        g = np.asarray(gradient, np.float64)[here] * factor + n.get("l2", 0.0) * w
+        if kind == "sgd":
+            direction = g
+        elif kind == "adam":
+            b1, b2 = n.get("b1", 0.9), n.get("b2", 0.999)
+            m = b1 * moments[0] + (1 - b1) * g
+            v = b2 * moments[1] + (1 - b2) * g**2
+            corrected = v / (1 - b2**step) + n.get("eps_root", 0.0)
+            direction = m / (1 - b1**step) / (np.sqrt(corrected) + n.get("eps", 1e-8))
+            moments = [m, v]
+        else:
+            m = n["momentum"] * moments[0] + g
+            direction = m if kind == "momentum" else n["momentum"] * m + g
+            moments = [m]
+        w = w - n["lr"] * n.get("wd", 0.0) * w - n["lr"] * direction
+        for x, value in zip(new, [w, *moments], strict=True):
+            x[here] = value
+    return new
+
+
+def put(x: object) -> jax.Array:
+    """The array on the default device, bit for bit."""
+    return jax.device_put(x)
+
+
+def put_all(xs: Sequence[object]) -> list[jax.Array]:
+    return [jax.device_put(x) for x in xs]
+
+
+def update(
+    kind: str,
+    layout: ArenaLayout,
+    floats: object,
+    states: Sequence[object],
+    gradients: object,
+    *,
+    backend: str,
+) -> list[np.ndarray]:
+    """`ops.update` under jit, NumPy to NumPy: the weights and then the moments."""
+
+    run = _jitted_update(kind, layout, backend)
+    return [np.array(x) for x in run(*jax.device_put((floats, list(states), gradients)))]
+
+
+@functools.cache
+def _jitted_update(kind: str, layout: ArenaLayout, backend: str) -> Callable[..., list[jax.Array]]:
+    @jax.jit
+    def run(floats, states, gradients):
+        weights, *moments = states
+        new, moments = ops.update(
+            kind, layout, floats, weights, moments, gradients, backend=backend
+        )
+        return [new, *moments]
+
+    return run
+
+
+def bits(x: object) -> np.ndarray:
+    """The array's bits, as unsigned integers."""
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def assert_same_bits(got: object, wanted: object) -> None:
+    assert np.asarray(got).dtype == np.asarray(wanted).dtype
+    np.testing.assert_array_equal(bits(got), bits(wanted))
+
+
+def assert_close(got: object, wanted: object, dtype: str = "float32") -> None:
+    """Close as arithmetic in this dtype on values around 1 allows."""
+    tolerance = 4e-6 if dtype == "float32" else 1e-14
+    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=tolerance, atol=tolerance)
+
+
+def native_backends(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test on the native backends only: XLA on the CPU flushes subnormals and contracts."""
+    params = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+    return pytest.mark.native(pytest.mark.parametrize("backend", params, indirect=True)(test))
+
+
+def assert_all_ops_are_right(
+    kind: str,
+    layout: ArenaLayout,
+    gradients: Sequence[np.ndarray],
+    copies: Sequence[np.dtype],
+    *,
+    backend: str,
+    seed: int = 0,
+) -> None:
+    """One step from leaves and one from an arena, pack, and unpack to the dtypes of `copies`.
+
+    Where a gradient is not finite, the step must be skipped and the first such leaf be named.
+    """
+    states = random_states(layout, kind, np.random.default_rng(seed))
+    floats = make_floats(dtype=layout.dtype.name, factor=0.5)
+
+    @jax.jit
+    def run(floats, ints, states, gradients):
+        weights, *moments = states
+        leaves = ops.unpack(layout, weights, copies, backend=backend)
+        packed = ops.pack(layout, gradients, backend=backend)
+        ints = ops.statistics(layout, ints, gradients, first_leaf=3, backend=backend)
+        floats, ints = ops.prologue(floats, ints, backend=backend)
+        new, same = (
+            ops.update(kind, layout, floats, weights, moments, g, backend=backend)
+            for g in (gradients, packed)
+        )
+        return leaves, packed, ints, [new[0], *new[1]], [same[0], *same[1]]
+
+    with jax.enable_x64(layout.dtype == np.float64):
+        operands = jax.device_put((floats, scalars.initial_ints(), states, list(gradients)))
+        leaves, packed, ints, new, same = jax.tree.map(np.array, run(*operands))
+    assert_same_bits(packed, to_arena(layout, gradients))
+    for x, y, copy in zip(leaves, to_leaves(layout, states[0]), copies, strict=True):
+        assert x.dtype == copy
+        # From float64, both NumPy and XLA go to bfloat16 by way of float32.
+        ulp = 2.0**-8 if layout.dtype == np.float64 and copy == BFLOAT16 else 0
+        np.testing.assert_allclose(x.astype(np.float64), y.astype(copy).astype(np.float64), ulp)
+    bad = [i for i, g in enumerate(gradients) if not np.isfinite(g.astype(np.float64)).all()]
+    assert ints[scalars.LAST_BAD_LEAF] == (3 + bad[0] if bad else -1)
+    assert ints[scalars.STEP] == (0 if bad else 1)
+    wanted = states if bad else expected_update(kind, layout, states, packed, factor=0.5)
+    padding = group_of_elements(layout) < 0
+    for x, y, z in zip(new, same, wanted, strict=True):
+        assert_same_bits(x, y)
+        assert not bits(x)[padding].any()
+        assert_close(x, z, layout.dtype.name)
