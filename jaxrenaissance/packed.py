@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -60,6 +61,7 @@ class Packed:
     _static: _Static
 
     def __init__(self, tree: Any, *, backend: str | None = None) -> None:
+        refuse_sharded(tree, "tree")
         tree = canonical(tree)
         for key_path, leaf in jtu.tree_leaves_with_path(tree):
             dtype = getattr(leaf, "dtype", None)
@@ -94,8 +96,9 @@ class Packed:
 
         Raises:
             ValueError: if it has another structure, or a leaf another shape or a dtype that the
-                arena does not hold; names the paths.
+                arena does not hold, or is sharded over devices; names the paths.
         """
+        refuse_sharded(tree, "tree")
         plan, backend = self._static
         leaves = match(plan, canonical(tree), "tree")
         return self._with(_pack(leaves, plan=plan, backend=backend))
@@ -135,6 +138,24 @@ def canonical(tree: Any) -> Any:
         return leaf
 
     return jtu.tree_map(convert, tree)
+
+
+def refuse_sharded(tree: Any, argument: str) -> None:
+    """Raises where a leaf is cut over devices: packing would silently gather it."""
+    for key_path, leaf in jtu.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and _is_sharded(leaf):
+            raise ValueError(
+                f"{argument}: the leaf {path_string(key_path)!r} is sharded over several devices, "
+                "and packing it would silently gather it. Give arrays of one device, or replicated "
+                "ones: jax.device_put(params, NamedSharding(mesh, PartitionSpec()))"
+            )
+
+
+def _is_sharded(leaf: jax.Array) -> bool:
+    if isinstance(leaf, jax.core.Tracer):
+        spec = getattr(jax.typeof(leaf).sharding, "spec", ())
+        return any(axes is not None for axes in spec)
+    return len(leaf.sharding.device_set) > 1 and not leaf.sharding.is_fully_replicated
 
 
 def given_dtypes(plan: MemoryPlan) -> Dtypes:

@@ -57,6 +57,9 @@ class Schedule:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Schedule, (self.function,)  # the key holds code, which cannot be pickled
+
     def __repr__(self) -> str:
         return getattr(self.function, "__qualname__", repr(self.function))
 

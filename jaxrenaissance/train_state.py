@@ -1,6 +1,7 @@
 """TrainState: parameters, moments and scalars as a few device buffers."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -136,8 +137,7 @@ class TrainState:
                 sharded over devices; names the leaf's path and the argument.
         """
         _check_optimizer(optimizer)
-        _refuse_sharded(params, "params")
-        _refuse_sharded(extra, "extra")
+        packed.refuse_sharded(params, "params")
         params = packed.canonical(params)
         plan = transform.build_plan(
             params, optimizer.mask, rules=rules, stacked=stacked, trainable=trainable, shards=shards
@@ -198,8 +198,12 @@ class TrainState:
 
     @property
     def params(self) -> Any:
-        """The parameters in full precision: the given tree, in the given dtypes."""
-        return self._tree(packed.given_dtypes(self.plan), self.frozen)
+        """The parameters in full precision: the given tree, in the given dtypes.
+
+        Outside of jit they are copies, which outlive the state's donation; also of leaves that are
+        not trained.
+        """
+        return self._tree(packed.given_dtypes(self.plan), self._frozen_copies())
 
     @property
     def compute_params(self) -> Any:
@@ -208,7 +212,7 @@ class TrainState:
         Gradients of bfloat16 leaves add up in bfloat16: a weight that a scan uses thousands of
         times needs a float32 leaf, see `compute_dtype` in `create`.
         """
-        return self._tree(self.static.compute_dtypes, self.frozen)
+        return self._tree(self.static.compute_dtypes, self._frozen_copies())
 
     @property
     def trainable_params(self) -> Any:
@@ -226,7 +230,7 @@ class TrainState:
         Raises:
             ValueError: if the structure is another, or a leaf's shape or dtype; names the paths.
         """
-        return self._fill(packed.match(self.plan, trainable, "trainable"), self.frozen)
+        return self._fill(packed.match(self.plan, trainable, "trainable"), self._frozen_copies())
 
     def apply_gradients(self, grads: Any, *, extra: Any = _KEEP) -> "TrainState":
         """The state after one step of the optimizer.
@@ -247,6 +251,7 @@ class TrainState:
             ValueError: if the tree does not match; names the paths that are missing, extra,
                 misshapen or of a wrong dtype.
         """
+        self._check_single("apply_gradients")
         weights, moments, floats, ints = transform.step(
             self.spec,
             self.plan,
@@ -259,9 +264,10 @@ class TrainState:
         new = dataclasses.replace(self, weights=weights, moments=moments, floats=floats, ints=ints)
         if extra is _KEEP:
             return new
-        if not self.spec.skip_nonfinite:
-            return new.replace(extra=extra)
-        return new.replace(extra=_select(new.has_nan, self.extra, extra))
+        _check_like(self.extra, extra)
+        if self.spec.skip_nonfinite:
+            extra = jtu.tree_map(functools.partial(jnp.where, new.has_nan), self.extra, extra)
+        return dataclasses.replace(new, extra=extra)
 
     def replace(self, *, params: Any = _KEEP, extra: Any = _KEEP) -> "TrainState":
         """The state with other parameters or another extra; moments and counters stay.
@@ -276,13 +282,13 @@ class TrainState:
         """
         new: dict[str, Any] = {}
         if params is not _KEEP:
-            _refuse_sharded(params, "params")
+            self._check_single("replace")
+            packed.refuse_sharded(params, "params")
             params = packed.canonical(params)
             leaves = packed.match(self.plan, params, "params")
             new["weights"] = packed.pack(self.plan, leaves, backend=self.spec.backend)
             new["frozen"] = self._new_frozen(params)
         if extra is not _KEEP:
-            _refuse_sharded(extra, "extra")
             new["extra"] = _copy(extra)
         return dataclasses.replace(self, **new)
 
@@ -357,6 +363,13 @@ class TrainState:
             "has_nan": self.has_nan,
         }
 
+    def _check_single(self, method: str) -> None:
+        if self.ints.ndim != 1:
+            raise ValueError(
+                f"{method}: the state holds {self.ints.shape[:-1]} members, made by jax.vmap. Call "
+                f"it under jax.vmap too: jax.vmap(lambda state, x: state.{method}(x))(state, xs)"
+            )
+
     def _tree(self, dtypes: Dtypes, frozen: tuple[Any, ...]) -> Any:
         leaves = packed.unpack(self.plan, self.weights, dtypes, backend=self.spec.backend)
         return self._fill(leaves, frozen)
@@ -366,6 +379,11 @@ class TrainState:
         return self.plan.treedef.unflatten(
             [next(some) if is_trained else next(others) for is_trained in self.plan.trained]
         )
+
+    def _frozen_copies(self) -> tuple[Any, ...]:
+        if any(isinstance(x, jax.core.Tracer) for x in self.frozen):
+            return self.frozen
+        return _copy(self.frozen)
 
     def _new_frozen(self, params: Any) -> tuple[Any, ...]:
         entries = packed.entries_of(self.plan, params, "params")
@@ -435,11 +453,20 @@ def _copy(tree: Any) -> Any:
     return jtu.tree_map(jnp.copy, tree)
 
 
-def _select(skipped: jax.Array, old: Any, new: Any) -> Any:
-    try:
-        return jtu.tree_map(lambda a, b: jnp.where(skipped, a, b), old, new)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"extra: expected a tree like state.extra: {error}") from error
+def _check_like(old: Any, new: Any) -> None:
+    """Raises unless the new extra has the structure, shapes and dtypes of the old one."""
+    if jtu.tree_structure(old) != jtu.tree_structure(new):
+        raise ValueError(
+            f"extra: expected a tree like state.extra, {jtu.tree_structure(old)}, got "
+            f"{jtu.tree_structure(new)}"
+        )
+    for (key_path, a), b in zip(jtu.tree_leaves_with_path(old), jtu.tree_leaves(new), strict=True):
+        wanted, got = jax.typeof(a), jax.typeof(b)
+        if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
+            raise ValueError(
+                f"extra: {path_string(key_path)!r} has shape {got.shape} and dtype {got.dtype}, "
+                f"wanted {wanted.shape} and {wanted.dtype}"
+            )
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -464,23 +491,6 @@ def _check_frozen(plan: MemoryPlan, params: Any) -> None:
                 f"params: the leaf {path_string(key_path)!r} is a {type(leaf).__name__}, and a "
                 "state holds arrays. Take it out of the tree (equinox.partition)"
             )
-
-
-def _refuse_sharded(tree: Any, argument: str) -> None:
-    for key_path, leaf in jtu.tree_leaves_with_path(tree):
-        if isinstance(leaf, jax.Array) and _is_sharded(leaf):
-            raise ValueError(
-                f"{argument}: the leaf {path_string(key_path)!r} is sharded over several devices, "
-                "and packing it would silently gather it. Give arrays of one device, or replicated "
-                "ones: jax.device_put(params, NamedSharding(mesh, PartitionSpec()))"
-            )
-
-
-def _is_sharded(leaf: jax.Array) -> bool:
-    if isinstance(leaf, jax.core.Tracer):
-        spec = getattr(jax.typeof(leaf).sharding, "spec", ())
-        return any(axes is not None for axes in spec)
-    return len(leaf.sharding.device_set) > 1 and not leaf.sharding.is_fully_replicated
 
 
 def _progress(ints: Any) -> str:

@@ -175,14 +175,18 @@ _plans: dict[Any, MemoryPlan] = {}
 
 
 def _cached_plan(tree: Any, mask: Any) -> MemoryPlan:
+    if is_function(mask):
+        mask = mask(tree)  # it may look at more than shapes, so its answer is part of the key
     leaves, treedef = jtu.tree_flatten(packed.canonical(tree))
     avals = tuple((getattr(x, "shape", None), getattr(x, "dtype", type(x))) for x in leaves)
     key = (treedef, avals, fingerprint(mask))
-    if key not in _plans:
+    plan = _plans.get(key)
+    if plan is None:
+        plan = build_plan(tree, mask)
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
-        _plans[key] = build_plan(tree, mask)
-    return _plans[key]
+        _plans[key] = plan
+    return plan
 
 
 def _init(spec: Spec, mask: Any, params: Any) -> State:

@@ -191,3 +191,12 @@ def test_equal_optimizers_and_other_numbers_compile_nothing():
     assert step._cache_size() == 1
     step(jr.TrainState.create(params, jr.adamw(1e-3, backend="xla")))
     assert step._cache_size() == 2
+
+
+def test_an_optimizer_with_a_schedule_can_be_pickled():
+    optimizer = jr.adamw(_halved, mask=True)
+    assert pickle.loads(pickle.dumps(optimizer)).spec == optimizer.spec
+
+
+def _halved(count):
+    return 0.5**count

@@ -578,6 +578,56 @@ def test_replace_params_replaces_leaves_that_are_not_trained_or_keeps_them(backe
         state.replace(params={**params, "half": jnp.ones(2, jnp.bfloat16)})
 
 
+def test_frozen_leaves_read_from_a_state_survive_its_donation(backend):
+    params = {"base": jnp.full(3, 2.0), "head": jnp.ones(2)}
+    state = jr.TrainState.create(params, jr.sgd(0.1, backend=backend), trainable="head")
+    read = [state.params, state.compute_params, state.merge(state.trainable_params)]
+    jax.jit(lambda s: s.apply_gradients(s.compute_params), donate_argnums=0)(state)
+    for tree in read:
+        np.testing.assert_array_equal(tree["base"], 2.0)
+
+
+def test_a_state_of_several_members_says_so(backend):
+    optimizer = jr.sgd(0.1, backend=backend)
+    state = jax.vmap(lambda w: jr.TrainState.create({"w": w}, optimizer))(jnp.ones((3, 2)))
+    for call in (
+        lambda: state.apply_gradients({"w": jnp.ones(2)}),
+        lambda: state.replace(params={"w": jnp.ones(2)}),
+    ):
+        with pytest.raises(ValueError, match=r"holds \(3,\) members, made by jax\.vmap"):
+            call()
+
+
+def test_a_subnormal_stays_in_our_own_arithmetic(backend):
+    # XLA's CPU threads flush subnormals; a step of ours beside must not change what they do.
+    params = {"s": jnp.float32(1e-20), "big": jnp.zeros(1 << 22)}
+    state = jr.TrainState.create(params, jr.sgd(0.0, backend=backend))
+
+    @jax.jit
+    def after_unpack(state):
+        p = state.compute_params
+        return p["s"] * jnp.exp(p["s"] * 0 - 46.0)
+
+    results = {float(after_unpack(state)) for _ in range(50)}
+    assert len(results) == 1
+
+
+def test_steps_under_debug_infs(backend):
+    with jax.debug_infs(True):
+        state = jr.TrainState.create({"w": jnp.ones(2)}, jr.sgd(0.1, backend=backend))
+        state = state.apply_gradients({"w": jnp.ones(2)})
+    assert int(state.step) == 1
+
+
+def test_extra_keeps_shapes_and_dtypes():
+    extra = {"n": jnp.zeros(3, jnp.bfloat16)}
+    for skip_nonfinite in (True, False):
+        optimizer = jr.sgd(0.1, skip_nonfinite=skip_nonfinite)
+        state = jr.TrainState.create({"w": jnp.ones(2)}, optimizer, extra=extra)
+        with pytest.raises(ValueError, match=r"extra: 'n' has shape .* dtype float32, wanted"):
+            state.apply_gradients({"w": jnp.ones(2)}, extra={"n": jnp.zeros(3)})
+
+
 @pytest.mark.parametrize("skip_nonfinite", [True, False])
 def test_a_skipped_step_keeps_extra(backend, skip_nonfinite):
     optimizer = jr.sgd(0.1, skip_nonfinite=skip_nonfinite, backend=backend)

@@ -27,6 +27,7 @@ struct Floats {
   const void* data;
   int64_t stride;
   bool is_double;
+  int64_t num_groups;
 };
 
 // A batch of arenas of one layout. The segments lie in host memory, with the compiled program.

@@ -43,15 +43,18 @@ JR_HD void AdvanceCounters(const StepDecision& decision, int32_t* ints) {
   ints[kFirstBad] = kNoLeaf;
 }
 
+// 1 / (1 - b^t); 1 where there is no b (an optimizer without that moment leaves 1 - b at zero).
+JR_HD double BiasCorrection(double one_minus_beta, int32_t t) {
+  return one_minus_beta == 0.0 ? 1.0 : 1.0 / (1.0 - PowerOfBeta(1.0 - one_minus_beta, t));
+}
+
 // S is the dtype of the scalar arena: each result is rounded to it once.
 template <typename S>
 JR_HD void DeriveGroup(const StepDecision& decision, S* row) {
   row[kLrWd] = static_cast<S>(static_cast<double>(row[kLearningRate]) *
                               static_cast<double>(row[kWeightDecay]));
-  const double b1 = 1.0 - static_cast<double>(row[kOneMinusB1]);
-  const double b2 = 1.0 - static_cast<double>(row[kOneMinusB2]);
-  row[kC1] = static_cast<S>(1.0 / (1.0 - PowerOfBeta(b1, decision.t)));
-  row[kC2] = static_cast<S>(1.0 / (1.0 - PowerOfBeta(b2, decision.t)));
+  row[kC1] = static_cast<S>(BiasCorrection(static_cast<double>(row[kOneMinusB1]), decision.t));
+  row[kC2] = static_cast<S>(BiasCorrection(static_cast<double>(row[kOneMinusB2]), decision.t));
 }
 
 }  // namespace jaxrenaissance

@@ -21,9 +21,12 @@ struct Chunks {
       : body(std::move(body)), count(count), done(std::move(done)) {}
 
   void Work() {
-    KeepSubnormals keep;
     int64_t finished = 0;
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1), ++finished) body(i);
+    {
+      // Ours alone: counting down may run what XLA does next, on this thread.
+      KeepSubnormals keep;
+      for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1), ++finished) body(i);
+    }
     if (finished > 0) done.CountDown(static_cast<size_t>(finished));
   }
 

@@ -5,6 +5,10 @@
 
 namespace jaxrenaissance {
 
+inline const std::vector<Leaf>* LeavesOf(const GradientOperands& gradients) {
+  return gradients.from_arena ? nullptr : &gradients.leaves;
+}
+
 struct UpdateCall {
   Layout layout;
   Floats floats;
@@ -21,6 +25,9 @@ inline UpdateCall DecodeUpdate(Decoder& decoder, int moments) {
   for (int i = 0; i < moments; ++i)
     call.moments[i] = decoder.ReadInPlaceArena(call.layout, 1 + i, "a moment");
   call.gradients = decoder.Gradients(call.layout);
+  decoder.Require(call.floats.is_double || !call.layout.is_double,
+                  "float32 scalars beside a float64 arena");
+  decoder.CheckSegments(call.layout, LeavesOf(call.gradients), call.floats.num_groups);
   return call;
 }
 
@@ -35,6 +42,7 @@ inline StatisticsCall DecodeStatistics(Decoder& decoder) {
   call.layout = decoder.ReadLayout();
   call.ints = decoder.ReadInPlaceInts(0);
   call.gradients = decoder.Gradients(call.layout);
+  decoder.CheckSegments(call.layout, LeavesOf(call.gradients));
   return call;
 }
 
@@ -51,7 +59,8 @@ inline UnpackCall DecodeUnpack(Decoder& decoder) {
   const Decoder::Arena arena = decoder.ReadArena(call.layout, "the arena");
   call.arena = arena.data;
   call.arena_stride = arena.stride;
-  call.leaves = decoder.ResultLeaves();
+  call.leaves = decoder.ResultLeaves(call.layout);
+  decoder.CheckSegments(call.layout, &call.leaves);
   return call;
 }
 
@@ -65,7 +74,8 @@ inline PackCall DecodePack(Decoder& decoder) {
   PackCall call{};
   call.layout = decoder.ReadLayout();
   call.arena = decoder.ResultArena(call.layout, "the arena");
-  call.leaves = decoder.RemainingLeaves();
+  call.leaves = decoder.RemainingLeaves(call.layout);
+  decoder.CheckSegments(call.layout, &call.leaves);
   return call;
 }
 
@@ -80,8 +90,7 @@ inline PrologueCall DecodePrologue(Decoder& decoder) {
   const Floats floats = decoder.ReadFloats();
   decoder.CheckInPlace(0, floats.data, "floats");
   int32_t* ints = decoder.ReadInPlaceInts(1);
-  const int64_t num_groups = decoder.Attribute<int64_t>("num_groups");
-  return {const_cast<void*>(floats.data), floats.is_double, ints, num_groups};
+  return {const_cast<void*>(floats.data), floats.is_double, ints, floats.num_groups};
 }
 
 }  // namespace jaxrenaissance

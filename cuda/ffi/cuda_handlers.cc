@@ -6,7 +6,6 @@
 #include "ffi/calls.h"
 #include "ffi/handlers.h"
 #include "kernels/launch.h"
-#include "kernels/tuning.h"
 
 namespace jaxrenaissance {
 namespace {
@@ -14,6 +13,11 @@ namespace {
 ffi::Error Checked(cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
   cudaGetLastError();  // it is reported here; it must not surface in somebody else's next call
+  if (error == cudaErrorInvalidValue) {
+    return ffi::Error::InvalidArgument(
+        "jaxrenaissance: a launch was refused: the segments do not follow each other, a batch has "
+        "more than 2^31 blocks, or a member's leaf more than 2^32 elements");
+  }
   return ffi::Error::Internal(std::string("jaxrenaissance: CUDA: ") + cudaGetErrorString(error));
 }
 
@@ -126,10 +130,6 @@ std::vector<HandlerEntry> CudaHandlers() {
           {"jaxrenaissance_pack_v1", "initialize", kInitializePack},
           {"jaxrenaissance_prologue_v1", "execute", kExecutePrologue},
           {"jaxrenaissance_prologue_v1", "initialize", kInitializePrologue}};
-}
-
-std::vector<std::pair<const char*, int>> CudaTuning() {
-  return {{"tile", static_cast<int>(kTile)}, {"segments_per_launch", kLargeTable}};
 }
 
 }  // namespace jaxrenaissance

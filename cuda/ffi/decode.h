@@ -1,6 +1,7 @@
 // From XLA's call frame to operands: the FFI vocabulary that both backends' handlers share.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -35,6 +36,10 @@ class Decoder {
   }
 
   int64_t members() const { return members_; }
+
+  void Require(bool condition, const std::string& message) {
+    if (!condition && ok()) error_ = "jaxrenaissance: " + message;
+  }
 
   template <typename T>
   T Attribute(const char* name) {
@@ -90,11 +95,12 @@ class Decoder {
     const bool is_shared = IsShared(next_);
     const std::optional<ffi::AnyBuffer> buffer = Argument(next_++);
     if (!buffer) return {};
-    const int64_t count = static_cast<int64_t>(buffer->element_count());
+    const int64_t sharers = is_shared ? 1 : std::max<int64_t>(members(), 1);
+    const int64_t count = static_cast<int64_t>(buffer->element_count()) / sharers;
     const bool is_double = buffer->element_type() == ffi::DataType::F64;
-    if (!is_double && buffer->element_type() != ffi::DataType::F32)
-      Fail("floats are not float32 or float64");
-    return {buffer->untyped_data(), is_shared || members() == 0 ? 0 : count / members(), is_double};
+    Require(is_double || buffer->element_type() == ffi::DataType::F32,
+            "floats are not float32 or float64");
+    return {buffer->untyped_data(), is_shared ? 0 : count, is_double, count / kRow - 1};
   }
 
   int32_t* ReadInPlaceInts(int64_t index) {
@@ -108,6 +114,21 @@ class Decoder {
     return static_cast<int32_t*>(buffer->untyped_data());
   }
 
+  // Every segment lies in the arena and names a leaf and a group that are there. Without leaves or
+  // groups, any will do.
+  void CheckSegments(const Layout& layout, const std::vector<Leaf>* leaves,
+                     int64_t num_groups = INT64_MAX) {
+    const int64_t num_leaves = leaves == nullptr ? INT64_MAX : static_cast<int64_t>(leaves->size());
+    for (int64_t i = 0; i < layout.num_segments; ++i) {
+      const Segment& segment = layout.segments[i];
+      if (segment.start < 0 || segment.size <= 0 || segment.start + segment.size > layout.size ||
+          segment.leaf < 0 || segment.leaf >= num_leaves || segment.group < 0 ||
+          segment.group >= num_groups) {
+        return Fail("segment " + std::to_string(i) + " does not fit the operands");
+      }
+    }
+  }
+
   void CheckInPlace(int64_t index, const void* data, const char* name) {
     const std::optional<ffi::AnyBuffer> buffer = Output(index);
     if (buffer && buffer->untyped_data() != data)
@@ -115,36 +136,37 @@ class Decoder {
   }
 
   // All operands from here on, or all results, as leaves.
-  std::vector<Leaf> RemainingLeaves() {
+  std::vector<Leaf> RemainingLeaves(const Layout& layout) {
     std::vector<Leaf> leaves;
     leaves.reserve(args_.size() - static_cast<size_t>(next_));
     while (ok() && next_ < static_cast<int64_t>(args_.size())) {
       const bool is_shared = IsShared(next_);
       if (const std::optional<ffi::AnyBuffer> buffer = Argument(next_++))
-        AddLeaf(*buffer, is_shared, leaves);
+        AddLeaf(*buffer, is_shared, layout, leaves);
     }
     return leaves;
   }
 
-  std::vector<Leaf> ResultLeaves() {
+  std::vector<Leaf> ResultLeaves(const Layout& layout) {
     std::vector<Leaf> leaves;
     leaves.reserve(rets_.size());
     for (int64_t i = 0; ok() && i < static_cast<int64_t>(rets_.size()); ++i) {
-      if (const std::optional<ffi::AnyBuffer> buffer = Output(i)) AddLeaf(*buffer, false, leaves);
+      if (const std::optional<ffi::AnyBuffer> buffer = Output(i))
+        AddLeaf(*buffer, false, layout, leaves);
     }
     return leaves;
   }
 
   GradientOperands Gradients(const Layout& layout) {
-    if (Attribute<int64_t>("from_arena") == 0) return {false, RemainingLeaves(), nullptr, 0};
+    if (Attribute<int64_t>("from_arena") == 0) {
+      return {false, RemainingLeaves(layout), nullptr, 0};
+    }
     const Arena arena = ReadArena(layout, "the gradient arena");
     return {true, {}, arena.data, arena.stride};
   }
 
  private:
-  void Fail(const std::string& message) {
-    if (ok()) error_ = "jaxrenaissance: " + message;
-  }
+  void Fail(const std::string& message) { Require(false, message); }
 
   std::optional<ffi::AnyBuffer> Argument(int64_t index) {
     auto buffer = args_.get<ffi::AnyBuffer>(static_cast<size_t>(index));
@@ -160,11 +182,9 @@ class Decoder {
     return std::nullopt;
   }
 
+  // `shared` is sorted.
   bool IsShared(int64_t operand) const {
-    for (const int64_t index : shared_) {
-      if (index == operand) return true;
-    }
-    return false;
+    return std::binary_search(shared_.begin(), shared_.end(), operand);
   }
 
   void CheckArena(const ffi::AnyBuffer& buffer, int64_t members, const Layout& layout,
@@ -176,7 +196,8 @@ class Decoder {
     }
   }
 
-  void AddLeaf(const ffi::AnyBuffer& buffer, bool is_shared, std::vector<Leaf>& leaves) {
+  void AddLeaf(const ffi::AnyBuffer& buffer, bool is_shared, const Layout& layout,
+               std::vector<Leaf>& leaves) {
     Leaf leaf{buffer.untyped_data(), 0, LeafType::kF32};
     switch (buffer.element_type()) {
       case ffi::DataType::F32:
@@ -190,6 +211,7 @@ class Decoder {
         break;
       case ffi::DataType::F64:
         leaf.type = LeafType::kF64;
+        Require(layout.is_double, "a float64 leaf beside a float32 arena");
         break;
       default:
         Fail("leaf " + std::to_string(leaves.size()) + " has a dtype that is not supported");

@@ -1,7 +1,6 @@
 // Every FFI handler of a module, for Python to register.
 #pragma once
 
-#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/c_api.h"
@@ -16,9 +15,6 @@ struct HandlerEntry {
 
 std::vector<HandlerEntry> CpuHandlers();
 std::vector<HandlerEntry> CudaHandlers();
-
-// Constants that the tables built in Python depend on.
-std::vector<std::pair<const char*, int>> CudaTuning();
 
 // The instruction set that the CPU loops use here.
 const char* CpuInstructionSet();

@@ -1,8 +1,10 @@
 // The list of scalar slots, for the test that compares it with jaxrenaissance/scalars.py.
 #pragma once
 
+#include <utility>
+#include <vector>
+
 #include "core/scalars.h"
-#include "ffi/handlers.h"
 
 namespace jaxrenaissance {
 

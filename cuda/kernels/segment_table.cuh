@@ -19,7 +19,6 @@ enum class Tag { kGroup, kLeaf };
 // Segments of one launch, in order, without gaps but for the end of each one's last line.
 template <int kCapacity>
 struct SegmentTable {
-  uint32_t count;
   uint32_t first_tile;
   uint32_t tiles;
   uint32_t bucket_shift;  // tiles a bucket, as a power of two
@@ -120,7 +119,6 @@ bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, i
                int64_t count, int64_t tile, SegmentTable<kCapacity>& table) {
   const Segment* segments = layout.segments + first;
   const bool last_launch = first + count == layout.num_segments;
-  table.count = static_cast<uint32_t>(count);
   for (int64_t i = 0; i < count; ++i) {
     const Segment& segment = segments[i];
     const int64_t lines = (segment.size + kLine<T> - 1) / kLine<T>;

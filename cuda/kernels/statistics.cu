@@ -38,10 +38,11 @@ __global__ void __launch_bounds__(kThreads)
     } else {
       WithLeaf<T>(table, place, block.member, look);
     }
-    if (bad) {
-      atomicMin(ints + block.member * kInts + kFirstBad,
-                first_leaf + static_cast<int32_t>(place.tag()));
-    }
+    // Where every gradient is NaN, most threads see that the flag is down already: no queue of
+    // atomics.
+    int32_t* first_bad = ints + block.member * kInts + kFirstBad;
+    const int32_t leaf = first_leaf + static_cast<int32_t>(place.tag());
+    if (bad && *static_cast<volatile int32_t*>(first_bad) > leaf) atomicMin(first_bad, leaf);
   };
 
   const int64_t first = VectorStart<kVectors>(block.tile);

@@ -12,7 +12,6 @@ pybind11::dict CudaBuildInfo() {
   pybind11::dict info = CommonBuildInfo();
   info["cuda"] = pybind11::make_tuple(CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
   info["architectures"] = JR_CUDA_ARCHITECTURES;
-  info["tuning"] = Numbers(CudaTuning());
   return info;
 }
 

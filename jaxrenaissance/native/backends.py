@@ -19,8 +19,10 @@ from .errors import BackendUnavailable, NotBuilt
 DISABLE = "JAXRENAISSANCE_DISABLE_NATIVE"
 """The environment variable that switches the modules off, read when one is first needed."""
 
-_LEAST_DRIVER = {12: "525", 13: "580"}
+_LEAST_DRIVER = {12: "530", 13: "580"}
 """CUDA's major version: the oldest NVIDIA driver that runs what it compiles."""
+
+_LEAST_CUDA = (12, 1)
 
 
 class NativeBackend:
@@ -120,7 +122,8 @@ class NativeBackend:
         driver, built = tuple(module.driver_cuda()), tuple(info["cuda"])
         # Without a driver one can still lower for CUDA. Within a major version, any driver runs the
         # machine code.
-        if driver != (0, 0) and driver[0] < built[0]:
+        # Kernels take more than 4 KB of parameters, which CUDA 12.1 brought.
+        if driver != (0, 0) and (driver[0] < built[0] or driver < _LEAST_CUDA):
             raise self._unavailable(
                 f"it was built with CUDA {_dotted(built)}, and the NVIDIA driver supports CUDA "
                 f"{_dotted(driver)} at most",
@@ -189,7 +192,7 @@ def build_info(platform: str) -> dict[str, Any]:
     """Facts of a module's build.
 
     Returns:
-        source_hash, compiler, jaxlib, ffi_api; for CUDA also cuda, architectures and tuning.
+        source_hash, compiler, jaxlib, ffi_api; for CUDA also cuda and architectures.
 
     Raises:
         BackendUnavailable: as `require`.

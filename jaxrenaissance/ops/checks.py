@@ -53,12 +53,25 @@ def check_ints(ints: Any) -> None:
     check_array("ints", ints, (scalars.INTS,), (np.dtype("int32"),))
 
 
-def check_floats(floats: Any) -> None:
-    """Raises unless ``floats`` is an array of whole scalar rows."""
+def check_floats(floats: Any, layout: ArenaLayout | None = None) -> None:
+    """Raises unless ``floats`` are whole rows of scalars, and enough for the layout's groups.
+
+    A float64 arena needs float64 scalars; a float32 arena takes either.
+    """
+    groups = 1
+    dtypes = [np.dtype("float64"), np.dtype("float32")]
+    if layout is not None:
+        groups = 1 + int(layout.segments[:, 4].max(initial=0))
+        if layout.dtype == np.float64:
+            dtypes.remove(np.dtype("float32"))
+    least = scalars.floats_size(groups)
     shape = getattr(floats, "shape", ())
-    whole = len(shape) == 1 and shape[0] >= 2 * scalars.ROW and shape[0] % scalars.ROW == 0
-    wanted = shape if whole else (2 * scalars.ROW,)
-    check_array("floats", floats, wanted, (np.dtype("float32"), np.dtype("float64")))
+    if len(shape) == 1 and shape[0] >= least and shape[0] % scalars.ROW == 0:
+        check_array("floats", floats, shape, dtypes)
+    else:
+        raise ValueError(
+            f"floats: got shape {list(shape)}, wanted [{least}], or more rows of {scalars.ROW}"
+        )
 
 
 def gradient_operands(

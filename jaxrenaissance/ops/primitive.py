@@ -126,8 +126,9 @@ class Op:
         raise TypeError(
             f"jaxrenaissance's {self.name} cannot be differentiated. Differentiate with respect to "
             "the leaves, `jax.value_and_grad(loss_fn)(state.compute_params, batch)`, not with "
-            "respect to the state or an arena. Where a derivative through the update itself is "
-            'wanted, make the optimizer with backend="xla".'
+            "respect to the state or an arena. What a loss function returns beside the loss, such "
+            "as batch statistics, is packed after it, not in it. Where a derivative through the "
+            'update itself is wanted, make the optimizer with backend="xla".'
         )
 
     def _lower_reference(

@@ -18,7 +18,6 @@ _prologue = Op(
     result_types=_result_types,
     reference=reference,
     aliases=lambda **static: {0: 0, 1: 1},
-    attributes=lambda *, num_floats, dtype: {"num_groups": num_floats // scalars.ROW - 1},
 )
 
 

@@ -79,7 +79,7 @@ def update(
     """
     if kind not in MOMENTS:
         raise ValueError(f"kind: got {kind!r}, wanted one of {', '.join(MOMENTS)}")
-    check_floats(floats)
+    check_floats(floats, layout)
     check_arena("weights", weights, layout)
     if len(moments) != MOMENTS[kind]:
         raise ValueError(f"moments: {kind} has {MOMENTS[kind]}, got {len(moments)}")

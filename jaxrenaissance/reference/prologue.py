@@ -33,7 +33,10 @@ def prologue(
 
     def correction(one_minus_beta: jax.Array) -> jax.Array:
         # 1 - b^t without float64: b^t = exp(t log1p(-(1 - b))), and expm1 keeps what is near zero.
-        return -1 / jnp.expm1(t * jnp.log1p(-one_minus_beta))
+        # Where there is no b, 1 - b is zero, and so is the correction's exponent.
+        none = one_minus_beta == 0
+        exponent = jnp.where(none, -1, t * jnp.log1p(-one_minus_beta))
+        return jnp.where(none, 1, -1 / jnp.expm1(exponent))
 
     groups = (
         groups.at[:, s.LR_WD]
