@@ -129,12 +129,18 @@ def pattern(n, dtype):
     return (jax.lax.iota(np.uint32, n) % np.uint32(251)).astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def cut(x, start, end):
+    """x[start:end] by a static slice: only its indices have 64 bits, and only inside jit."""
+    return jax.lax.slice(x, (start,), (end,))
+
+
 def probe(x):
-    """The first elements, those around 2³¹ and the last ones; static slices have 64-bit indices."""
+    """The first elements, those around 2³¹ and the last ones."""
     middle = min(2**31, x.size - 3)
     starts = [0, x.size // 2, middle - 2, x.size - 3]
     flat = x.reshape(-1)
-    return np.concatenate([np.asarray(jax.lax.slice(flat, (a,), (a + 3,))) for a in starts])
+    return np.concatenate([np.asarray(cut(flat, a, a + 3)) for a in starts])
 
 
 def probed_pattern(n):
@@ -156,7 +162,7 @@ def test_pack_and_unpack_beyond_2_31_elements(name):
     ]
     arena = ops.pack(layout, leaves, backend="cuda")
     for start, size, *_ in layout.segments.tolist():
-        stretch = jax.lax.slice(arena, (start,), (start + size,))
+        stretch = cut(arena, start, start + size)
         np.testing.assert_array_equal(probe(stretch), probed_pattern(size))
         del stretch
     del leaves
@@ -209,7 +215,7 @@ def test_a_step_beyond_2_31_elements_reaches_the_last(name, source):
         for offset in 0, count // 2, count - 3:
             at = start + offset
             before = (np.arange(at, at + 3) % 251).astype(np.float32)
-            weights, m, v = (np.asarray(jax.lax.slice(x, (at,), (at + 3,))) for x in state[2:])
+            weights, m, v = (np.asarray(cut(x, at, at + 3)) for x in state[2:])
             np.testing.assert_allclose(weights, before - numbers[group]["lr"], atol=1e-4)
             np.testing.assert_array_equal(m, 0.5, f"leaf {leaf}")
             np.testing.assert_array_equal(v, 0.5)
