@@ -88,7 +88,10 @@ def bench_calls(model: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def bench_seeds(seeds: int, rounds: int) -> list[dict[str, Any]]:
-    """A step of many small states at once: vmap over seeds, call and device together."""
+    """A step of many small states at once, vmap over seeds: call and device together.
+
+    Gradients are arguments: both sides read them from leaves, as after a backward pass.
+    """
     shapes = {
         f"Dense_{i}": {
             "kernel": jax.ShapeDtypeStruct((seeds, *shape), jnp.float32),
@@ -96,18 +99,27 @@ def bench_seeds(seeds: int, rounds: int) -> list[dict[str, Any]]:
         }
         for i, shape in enumerate([(8, 64), (64, 64), (64, 4)])
     }
-    params = random_tree(shapes, 0, 0.1)
+    params, gradients = random_tree(shapes, 0, 0.1), random_tree(shapes, 1, 0.01)
+
+    def ours(skip_nonfinite: bool) -> Side:
+        optimizer = jr.adamw(
+            LEARNING_RATE, weight_decay=WEIGHT_DECAY, skip_nonfinite=skip_nonfinite
+        )
+        state = jax.vmap(lambda p: jr.TrainState.create(p, optimizer))(params)
+        return Side(jax.vmap(lambda s, g: s.apply_gradients(g)), state, gradients)
+
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    ours = jr.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    xs = jnp.linspace(1e-3, 2e-3, seeds)
-    state = jax.vmap(lambda p: jr.TrainState.create(p, ours))(params)
-    plain = jr.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY, skip_nonfinite=False)
-    plain_state = jax.vmap(lambda p: jr.TrainState.create(p, plain))(params)
+
+    def optax_update(state: Any, gradients: Any) -> Any:
+        params, opt_state = state
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
     sides = {
-        "ours": Side(jax.vmap(arena_step), state, xs),
-        "ours, skip_nonfinite=False": Side(jax.vmap(arena_step), plain_state, xs),
+        "ours": ours(True),
+        "ours, skip_nonfinite=False": ours(False),
         "optax": Side(
-            jax.vmap(optax_step(optimizer)), (params, jax.vmap(optimizer.init)(params)), xs
+            jax.vmap(optax_update), (params, jax.vmap(optimizer.init)(params)), gradients
         ),
     }
     seconds = alternate(sides, rounds=rounds)
