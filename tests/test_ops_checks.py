@@ -105,6 +105,7 @@ WRONG = {
     "moment too many": ("update", {"kind": "sgd"}, "moments: sgd has 0, got 2"),
     "kind": ("update", {"kind": "adamw"}, "kind: got 'adamw', wanted one of sgd"),
     "floats of part of a row": ("update", {"floats": like(FLOATS, (47,))}, r"floats: got .*\[47\]"),
+    "floats of too few groups": ("update", {"floats": like(FLOATS, (32,))}, r"wanted \[48\]"),
     "floats without a group": ("prologue", {"floats": like(FLOATS, (16,))}, "floats: got"),
     "floats of bfloat16": ("prologue", {"floats": like(FLOATS, dtype=BFLOAT16)}, "floats: got bf"),
     "ints of another size": ("prologue", {"ints": like(INTS, (15,))}, r"ints: got int32\[15\]"),
@@ -123,6 +124,15 @@ def test_a_wrong_operand_is_named_when_it_is_traced(case):
 def test_what_is_right_is_not_refused():
     for name in "update", "prologue", "statistics", "pack", "unpack":
         call(name)
+
+
+def test_a_float64_arena_wants_float64_scalars():
+    layout = make_layout([(3,)], dtype="float64")
+    with jax.enable_x64(True):
+        arena = jax.ShapeDtypeStruct((layout.size,), np.float64)
+        update = lambda f: ops.update("sgd", layout, f, arena, (), arena, backend="auto")  # noqa: E731
+        with pytest.raises(ValueError, match="floats: got float32"):
+            update(FLOATS)
 
 
 def test_operands_that_are_no_arrays_are_named():

@@ -94,6 +94,17 @@ def test_bias_corrections_are_those_of_float64(t, dtype, backend):
     np.testing.assert_array_equal(slots(floats, "LR_WD"), 0)
 
 
+def test_where_there_is_no_beta_nothing_is_corrected(backend):
+    floats = make_floats([{"lr": 0.1}])
+    for name in "ONE_MINUS_B1", "ONE_MINUS_B2":
+        floats.reshape(-1, s.ROW)[1:, getattr(s, name)] = 0
+    for t in 1, 2:
+        ints = s.initial_ints()
+        ints[s.STEP] = t - 1
+        floats, _ = prologue(floats, ints, backend)
+        assert slots(floats, "C1").tolist() == slots(floats, "C2").tolist() == [1]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_decay_is_the_rate_times_the_decay_rounded_once(dtype, backend):
     rng = np.random.default_rng(0)
