@@ -64,7 +64,7 @@ def test_plan_counts_what_the_optimizer_needs(capsys: pytest.CaptureFixture[str]
 def test_plan_options_select_leaves(capsys: pytest.CaptureFixture[str]) -> None:
     output = run(capsys, "plan", "mlp", "--trainable", "Dense_2/*")
     assert "2 trained leaves" in output
-    assert "4 leaves not trained" in output
+    assert "4 not trained" in output
     assert main(["plan", "mlp", "--trainable", "nothing"]) == 1
     assert "nothing" in capsys.readouterr().err
     assert main(["plan", "mlp", "--stacked", "nothing=1"]) == 1

@@ -148,9 +148,9 @@ def test_operands_that_are_no_arrays_are_named():
 def test_a_backend_of_another_platform_is_refused_when_it_is_lowered():
     with jax.default_device(jax.devices("cpu")[0]):
         arena = jnp.zeros(LAYOUT.size)
-    for run in jax.jit, lambda fn: fn:
-        with pytest.raises(ValueError, match=r"backend: 'cuda' was asked for.* runs on cpu"):
-            run(lambda x: ops.unpack(LAYOUT, x, [np.float32] * 4, backend="cuda"))(arena)
+        for run in jax.jit, lambda fn: fn:
+            with pytest.raises(ValueError, match=r"backend: 'cuda' was asked for.* runs on cpu"):
+                run(lambda x: ops.unpack(LAYOUT, x, [np.float32] * 4, backend="cuda"))(arena)
 
 
 def lowered_for_tpu(backend):

@@ -1,40 +1,69 @@
 """unpack and pack in jax.numpy."""
 
-import math
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..plan import ArenaLayout
+from ..plan import SEGMENT_BYTES, ArenaLayout
+
+
+class _Block(NamedTuple):
+    """A leaf's stretch of the arena: `count` slices of `size` elements, `stride` apart."""
+
+    leaf: int
+    start: int
+    count: int
+    size: int
+    stride: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count * self.stride
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks(layout: ArenaLayout) -> tuple[_Block, ...]:
+    segments = layout.segments
+    leaves, firsts, counts = np.unique(segments[:, 2], return_index=True, return_counts=True)
+    starts = segments[firsts, 0]
+    # Slices of a leaf follow each other at one stride, and so does the next leaf.
+    ends = np.append(starts[1:], _line_after(layout, segments[-1:, :2].sum()))
+    return tuple(
+        _Block(int(leaf), int(start), int(count), int(size), int(end - start) // int(count))
+        for leaf, start, count, size, end in zip(
+            leaves, starts, counts, segments[firsts, 1], ends[: len(starts)], strict=True
+        )
+    )
+
+
+def _line_after(layout: ArenaLayout, element: int) -> int:
+    line = SEGMENT_BYTES // layout.dtype.itemsize
+    return -(-int(element) // line) * line
 
 
 def unpack(
     arena: jax.Array, *, layout: ArenaLayout, dtypes: tuple[np.dtype, ...]
 ) -> list[jax.Array]:
     """The leaves of an arena, in arena order."""
-    stretches: list[list[jax.Array]] = [[] for _ in layout.shapes]
-    for start, size, leaf, _, _ in layout.segments.tolist():
-        stretches[leaf].append(jax.lax.slice(arena, (start,), (start + size,)))
-    leaves = []
-    for parts, shape, dtype in zip(stretches, layout.shapes, dtypes, strict=True):
-        if not parts:
-            parts = [jnp.zeros((0,), arena.dtype)]
-        flat = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-        leaves.append(flat.reshape(shape).astype(dtype))
+    leaves = [jnp.zeros(shape, dtype) for shape, dtype in zip(layout.shapes, dtypes, strict=True)]
+    for block in _blocks(layout):
+        stretch = jax.lax.slice(arena, (block.start,), (block.end,))
+        slices = stretch.reshape(block.count, block.stride)[:, : block.size]
+        shape, dtype = layout.shapes[block.leaf], dtypes[block.leaf]
+        leaves[block.leaf] = slices.reshape(shape).astype(dtype)
     return leaves
 
 
 def pack(*leaves: jax.Array, layout: ArenaLayout) -> list[jax.Array]:
     """An arena made of leaves in arena order; padding is zero."""
-    flat = [
-        leaf.astype(layout.dtype).reshape(math.prod(shape))
-        for leaf, shape in zip(leaves, layout.shapes, strict=True)
-    ]
     parts, end = [], 0
-    for start, size, leaf, leaf_offset, _ in layout.segments.tolist():
-        parts.append(jnp.zeros(start - end, layout.dtype))
-        parts.append(jax.lax.slice(flat[leaf], (leaf_offset,), (leaf_offset + size,)))
-        end = start + size
-    parts.append(jnp.zeros(layout.size - end, layout.dtype))
-    return [jnp.concatenate([part for part in parts if part.size] or parts[:1])]
+    for block in _blocks(layout):
+        assert block.start == end
+        slices = leaves[block.leaf].astype(layout.dtype).reshape(block.count, block.size)
+        padded = jnp.pad(slices, ((0, 0), (0, block.stride - block.size)))
+        parts.append(padded.reshape(block.count * block.stride))
+        end = block.end
+    return [jnp.concatenate([*parts, jnp.zeros(layout.size - end, layout.dtype)])]
