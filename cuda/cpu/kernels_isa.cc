@@ -8,9 +8,9 @@ namespace {
 
 // The loops go in blocks, and ask for the lines that come later: hardware prefetchers stop at the
 // end of a page. Measured on two cores: a pass that only reads took half the time, an update 5 %
-// less.
-constexpr int64_t kBlock = 64;    // elements
-constexpr int64_t kAhead = 1024;  // elements
+// less; half of this distance or twice of it is 1 to 2 % slower.
+constexpr int64_t kBlock = 64;   // elements
+constexpr int64_t kAhead = 512;  // elements
 constexpr int64_t kLineBytes = 64;
 
 template <typename T>

@@ -83,7 +83,9 @@ ffi::Future Update(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
       BestCpuKernels()
           .update[call.layout.is_double][call.floats.is_double][static_cast<int>(kKind)];
   const int64_t chunks = NumChunks(call.layout);
-  return ForEachChunk(pool, chunks, [call = std::move(call), &kernels](int64_t chunk) {
+  return ForEachChunk(pool, chunks, [call = std::move(call), &kernels, chunks](int64_t i) {
+    // Backwards: the statistics pass has just left the last gradients in the cache.
+    const int64_t chunk = chunks - 1 - i;
     const int64_t item = ArenaItem(call.layout.is_double);
     ForEachStretch(
         call.layout, chunk, [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {

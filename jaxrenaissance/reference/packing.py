@@ -11,17 +11,17 @@ from ..plan import SEGMENT_BYTES, ArenaLayout
 
 
 class _Block(NamedTuple):
-    """A leaf's stretch of the arena: `count` slices of `size` elements, `stride` apart."""
+    """A leaf's stretch of the arena: as many slices of `size` elements, `stride` apart."""
 
     leaf: int
     start: int
-    count: int
+    slices: int
     size: int
     stride: int
 
     @property
     def end(self) -> int:
-        return self.start + self.count * self.stride
+        return self.start + self.slices * self.stride
 
 
 @functools.lru_cache(maxsize=64)
@@ -51,9 +51,9 @@ def unpack(
     leaves = [jnp.zeros(shape, dtype) for shape, dtype in zip(layout.shapes, dtypes, strict=True)]
     for block in _blocks(layout):
         stretch = jax.lax.slice(arena, (block.start,), (block.end,))
-        slices = stretch.reshape(block.count, block.stride)[:, : block.size]
+        elements = stretch.reshape(block.slices, block.stride)[:, : block.size]
         shape, dtype = layout.shapes[block.leaf], dtypes[block.leaf]
-        leaves[block.leaf] = slices.reshape(shape).astype(dtype)
+        leaves[block.leaf] = elements.reshape(shape).astype(dtype)
     return leaves
 
 
@@ -62,8 +62,8 @@ def pack(*leaves: jax.Array, layout: ArenaLayout) -> list[jax.Array]:
     parts, end = [], 0
     for block in _blocks(layout):
         assert block.start == end
-        slices = leaves[block.leaf].astype(layout.dtype).reshape(block.count, block.size)
-        padded = jnp.pad(slices, ((0, 0), (0, block.stride - block.size)))
-        parts.append(padded.reshape(block.count * block.stride))
+        elements = leaves[block.leaf].astype(layout.dtype).reshape(block.slices, block.size)
+        padded = jnp.pad(elements, ((0, 0), (0, block.stride - block.size)))
+        parts.append(padded.reshape(block.slices * block.stride))
         end = block.end
     return [jnp.concatenate([*parts, jnp.zeros(layout.size - end, layout.dtype)])]
