@@ -102,8 +102,13 @@ def machine() -> dict[str, Any]:
         "jaxlib": version("jaxlib"),
         "optax": version("optax"),
         "numpy": np.__version__,
-        "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["python", *(_without_folder(argument) for argument in sys.argv)]),
     }
+
+
+def _without_folder(argument: str) -> str:
+    """An absolute path says more of the machine than of the run."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def _processor() -> str:
