@@ -14,7 +14,7 @@ IMAGE_FORMATS = (".png", ".pdf", ".svg")
 
 class Options(NamedTuple):
     optimizer: str
-    backend: str
+    backend: str | None
     epochs: int
     batch_size: int
     learning_rate: float | None
@@ -28,14 +28,27 @@ def parse_options(description: str, optimizers: Sequence[str], max_batch_size: i
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--optimizer", choices=optimizers, default="adamw", help="one of %(choices)s")
-    add("--backend", type=_backend, choices=BACKENDS, default="auto", help="one of %(choices)s")
+    add("--optimizer", choices=optimizers, default="adamw", help="what trains")
+    add(
+        "--backend",
+        type=_backend,
+        choices=BACKENDS,
+        default=argparse.SUPPRESS,
+        help="where updates run (default: JAXRENAISSANCE_BACKEND, else auto)",
+    )
     add("--epochs", type=_int(1), default=20, metavar="N", help="passes over the images")
     add("--batch-size", type=_int(1, max_batch_size), default=64, metavar="N", help="images a step")
-    add("--learning-rate", type=_rate, metavar="RATE", help="at the start; None: the optimizer's")
+    add(
+        "--learning-rate",
+        type=_rate,
+        default=argparse.SUPPRESS,
+        metavar="RATE",
+        help="at the start (default: the optimizer's own)",
+    )
     add("--seed", type=_int(0, 2**31 - 1), default=0, metavar="N", help="of weights and order")
     add("--plot", type=_image, default="train_digits.png", metavar="FILE", help="where to draw")
-    return Options(**vars(parser.parse_args()))
+    unset = argparse.Namespace(backend=None, learning_rate=None)
+    return Options(**vars(parser.parse_args(namespace=unset)))
 
 
 def _backend(text: str) -> str:

@@ -155,7 +155,7 @@ def train(options: Options, training: Arrays, test: Arrays) -> float:
     return final
 
 
-def served_device(backend: str) -> Any:
+def served_device(backend: str | None) -> Any:
     """A device for a compiled backend; None, JAX's default, for the others."""
     return jax.devices(backend)[0] if backend in ("cpu", "cuda") else None
 

@@ -1,6 +1,7 @@
 """The command line: `python -m jaxrenaissance info | plan`."""
 
 import argparse
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def info(options: argparse.Namespace) -> str:
         f"jaxrenaissance {_version('jaxrenaissance')}, Python {platform.python_version()} on "
         f"{platform.system()} {platform.machine()}",
         versions,
-        f"JAX's default platform: {jax.default_backend()}, {jax.device_count()} device(s)",
+        _platform(),
     ]
     for diagnosis in native.diagnose():
         state = "works" if diagnosis.works else f"does not work: {diagnosis.reason}"
@@ -44,6 +45,15 @@ def info(options: argparse.Namespace) -> str:
         if diagnosis.remedy is not None:
             lines.append(f"      to mend it: {diagnosis.remedy}")
     return "\n".join(lines)
+
+
+def _platform() -> str:
+    try:
+        return f"JAX's default platform: {jax.default_backend()}, {jax.device_count()} device(s)"
+    except Exception as error:  # JAX raises errors of several kinds here, assertions among them
+        chosen = os.environ.get("JAX_PLATFORMS", "not set")
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"JAX's platforms do not start: {reason} (JAX_PLATFORMS is {chosen})"
 
 
 def plan(options: argparse.Namespace) -> str:
@@ -85,8 +95,15 @@ def _parser() -> argparse.ArgumentParser:
         "model",
         help=f"{', '.join(MODELS)}, or a checkpoint: .safetensors, .npz, a folder of Orbax",
     )
-    command.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    command.add_argument("--ema", action="store_true", help="keep an average of the weights too")
+    command.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adamw",
+        help="whose memory to add up (lars, lamb and lion: sizes only, they do not exist yet)",
+    )
+    command.add_argument(
+        "--ema", action="store_true", help="an average of the weights too (size only)"
+    )
     command.add_argument("--shards", type=int, default=1, help="devices that share the arenas")
     command.add_argument(
         "--trainable", action="append", metavar="PATTERN", help='leaves to train, such as "*lora*"'

@@ -18,10 +18,18 @@ def check(state: TrainState, *, max_consecutive: int = 20) -> None:
         max_consecutive: how many skipped calls in a row are taken for normal.
 
     Raises:
-        FloatingPointError: with the number of the last such call and the path of the first leaf
-            whose gradient had a NaN or an infinity in it.
-        TypeError: if the state is traced, inside jit.
+        FloatingPointError: with the number of the last such call and the path of the first leaf,
+            in the arena's order, whose gradient had a NaN or an infinity in it.
+        TypeError: if it is no state, or a traced one, inside jit.
+        ValueError: if the optimizer was made with skip_nonfinite=False: nothing is looked at then.
     """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"check: expected a TrainState, got a {type(state).__name__}")
+    if not state.spec.skip_nonfinite:
+        raise ValueError(
+            "check: the optimizer was made with skip_nonfinite=False, so no call looks for "
+            "non-finite gradients, and none is skipped"
+        )
     if isinstance(state.ints, jax.core.Tracer):
         raise TypeError("check: the state is traced. Call check outside of jit, where one logs")
     ints = np.asarray(state.ints)
@@ -35,7 +43,7 @@ def check(state: TrainState, *, max_consecutive: int = 20) -> None:
     raise FloatingPointError(
         f"{member}the last {counters[scalars.CONSECUTIVE_SKIPS]} calls of apply_gradients were "
         f"skipped, at step {counters[scalars.STEP]}. In call {counters[scalars.LAST_BAD_CALL]} "
-        f"(the first is 0) the gradient of {path!r} was the first that was not finite"
+        f"(the first is 0) the gradient of {path!r} had a NaN or an infinity; others may, too"
     )
 
 

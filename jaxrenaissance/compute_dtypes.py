@@ -71,4 +71,7 @@ def _dtype(value: Any) -> np.dtype:
     try:
         return jnp.dtype(value)
     except TypeError as error:
-        raise TypeError(f"compute_dtype: expected a dtype, got {value!r}") from error
+        raise TypeError(
+            'compute_dtype: expected "bfloat16", "float16", a dtype or a mapping from patterns or '
+            f"regions to dtypes, got {value!r}"
+        ) from error

@@ -89,8 +89,8 @@ def check_number(name: str, value: Any) -> float | jax.Array:
         math.isfinite(number) and low <= number and (number <= high if closed else number < high)
     ):
         bracket = "]" if closed else ")"
-        end = "float32's largest number" if high == _LARGEST else f"{high:g}"
-        raise ValueError(f"{name}: expected a number in [{low:g}, {end}{bracket}, got {value!r}")
+        wanted = "finite and ≥ 0" if high == _LARGEST else f"in [{low:g}, {high:g}{bracket}"
+        raise ValueError(f"{name}: expected a number {wanted}, got {value!r}")
     return number
 
 

@@ -314,6 +314,11 @@ class TrainState:
                 raise ValueError(
                     f"{name}: it follows a schedule; make the optimizer with a number instead"
                 )
+            if callable(value):
+                raise TypeError(
+                    f"{name}: replace_hyperparams takes numbers; a schedule is given when the "
+                    "optimizer is made"
+                )
             checked[name] = hyperparams.check_number(name, value)
         floats = jnp.asarray(hyperparams.write(self.spec, self.floats, checked))
         return dataclasses.replace(self, floats=floats)

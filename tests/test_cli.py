@@ -1,5 +1,6 @@
 """The command line."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +126,16 @@ def test_damaged_or_unknown_checkpoint(tmp_path: Path, name: str) -> None:
     path.write_bytes(b"no checkpoint at all")
     with pytest.raises(ValueError, match=name):
         checkpoint_shapes(path)
+
+
+def test_info_where_no_platform_starts() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "jaxrenaissance", "info"],
+        env=os.environ | {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "JAX's platforms do not start: " in result.stdout
+    assert "(JAX_PLATFORMS is cuda)" in result.stdout

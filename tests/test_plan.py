@@ -279,7 +279,7 @@ def test_a_leaf_that_an_arena_cannot_hold(leaf):
     assert paths(plan) == ["a/good"]
     assert plan.trained == (False, True)
     assert plan.treedef == jtu.tree_structure(tree)
-    assert "1 leaves not trained" in str(plan)
+    assert "1 not trained" in str(plan)
 
 
 LORA = {
@@ -637,7 +637,7 @@ def test_the_table_shows_every_leaf_and_why():
     for word in ("lora/a", "8×2 (1 stacked)", "lora/b", "W_FC_BIAS", "no decay", "rank ≤ 1"):
         assert word in text
     assert "base/kernel" not in text
-    assert "2 trained leaves, 32 parameters; 2 leaves not trained" in text
+    assert "2 trained leaves, 32 parameters; 2 not trained" in text
 
 
 def test_a_long_table_is_abbreviated():

@@ -188,7 +188,7 @@ def test_compute_params_have_the_compute_dtype(compute_dtype, kernel, norm, bias
     ("compute_dtype", "error", "message"),
     [
         ("int8", ValueError, "compute_dtype: got int8 for the leaf 'norm/bias'"),
-        ("nonsense", TypeError, "compute_dtype: expected a dtype, got 'nonsense'"),
+        ("nonsense", TypeError, "compute_dtype: expected .* or a mapping .*, got 'nonsense'"),
         ({"*/nothing": "bfloat16"}, ValueError, "compute_dtype: the pattern .* matches no leaf"),
         ({jr.Region.M_FC_BIAS: "bfloat16"}, ValueError, "expected a region of series W"),
         (np.float64, ValueError, "compute_dtype: got float64 for the leaf"),
@@ -414,6 +414,14 @@ def test_check_names_the_call_and_the_first_bad_leaf(backend):
         jax.jit(jr.check)(state)
 
 
+def test_check_refuses_what_it_cannot_check():
+    state = jr.TrainState.create({"w": jnp.ones(2)}, jr.sgd(0.1, skip_nonfinite=False))
+    with pytest.raises(ValueError, match=r"check: .* skip_nonfinite=False, so no call looks for"):
+        jr.check(state)
+    with pytest.raises(TypeError, match="check: expected a TrainState, got a dict"):
+        jr.check({"w": 1})
+
+
 def test_check_looks_at_both_arenas_and_at_every_member(backend):
     with jax.enable_x64(True):
         params = {"a64": jnp.ones(3, jnp.float64), "b32": jnp.ones(2, jnp.float32)}
@@ -516,6 +524,12 @@ def test_replace_hyperparams_changes_the_numbers_and_compiles_nothing(backend):
     np.testing.assert_array_equal(new.params["bias"], 1.0)
     assert float(state.metrics["momentum"]) == np.float32(0.9)
     assert float(new.metrics["momentum"]) == 0.0
+
+
+def test_replace_hyperparams_says_where_schedules_go():
+    state = jr.TrainState.create({"w": jnp.ones(2)}, jr.sgd(0.1))
+    with pytest.raises(TypeError, match="learning_rate: replace_hyperparams takes numbers"):
+        state.replace_hyperparams(learning_rate=optax.constant_schedule(1.0))
 
 
 def test_replace_hyperparams_refuses_what_it_cannot_set():

@@ -173,7 +173,7 @@ class Op:
             raise ValueError(
                 f"backend: {backend!r} was asked for, but this computation runs on {platform}; "
                 f'use backend="auto", "{platform}" or "xla", or place the arrays on a {backend} '
-                "device"
+                "device, if JAX sees one (python -m jaxrenaissance info)"
             )
         native.require(platform)
         attributes: dict[str, Any] = {k: np.int64(v) for k, v in self._attributes(**static).items()}
