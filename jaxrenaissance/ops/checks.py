@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import scalars
 from ..plan import ArenaLayout
+from ..workspaces import least_size
 
 FLOAT32_LEAVES = tuple(np.dtype(d) for d in ("float32", jax.numpy.bfloat16, "float16"))
 
@@ -53,20 +54,25 @@ def check_ints(ints: Any) -> None:
     check_array("ints", ints, (scalars.INTS,), (np.dtype("int32"),))
 
 
+def num_groups(layout: ArenaLayout) -> int:
+    """The groups that a layout's segments name, and those before them."""
+    return 1 + int(layout.segments[:, 4].max(initial=0))
+
+
 def check_floats(floats: Any, layout: ArenaLayout | None = None) -> None:
-    """Raises unless ``floats`` are whole rows of scalars, and enough for the layout's groups.
+    """Raises unless ``floats`` are a header and whole rows, enough for the layout's groups.
 
     A float64 arena needs float64 scalars; a float32 arena takes either.
     """
     groups = 1
     dtypes = [np.dtype("float64"), np.dtype("float32")]
     if layout is not None:
-        groups = 1 + int(layout.segments[:, 4].max(initial=0))
+        groups = num_groups(layout)
         if layout.dtype == np.float64:
             dtypes.remove(np.dtype("float32"))
     least = scalars.floats_size(groups)
     shape = getattr(floats, "shape", ())
-    if len(shape) == 1 and shape[0] >= least and shape[0] % scalars.ROW == 0:
+    if len(shape) == 1 and shape[0] >= least and (shape[0] - least) % scalars.ROW == 0:
         check_array("floats", floats, shape, dtypes)
     else:
         raise ValueError(
@@ -74,12 +80,30 @@ def check_floats(floats: Any, layout: ArenaLayout | None = None) -> None:
         )
 
 
+def check_workspaces(workspaces: Sequence[Any], segments: Sequence[int]) -> None:
+    """Raises unless each workspace is one of an arena with so many segments."""
+    if len(segments) != len(workspaces):
+        raise ValueError(
+            f"segments: got {len(segments)} counts, wanted one for each of the {len(workspaces)} "
+            "workspaces"
+        )
+    for i, (workspace, count) in enumerate(zip(workspaces, segments, strict=True)):
+        least, shape = least_size(count), getattr(workspace, "shape", ())
+        if len(shape) == 1 and shape[0] >= least and shape[0] % 2 == 0:
+            check_array(f"workspaces[{i}]", workspace, shape, (np.dtype("int32"),))
+        else:
+            raise ValueError(
+                f"workspaces[{i}]: got shape {list(shape)}, wanted what norms made of an arena "
+                f"with {count} segments"
+            )
+
+
 def gradient_operands(
-    layout: ArenaLayout, gradients: Sequence[jax.Array] | jax.Array
+    layout: ArenaLayout, gradients: Sequence[jax.Array] | jax.Array, name: str = "gradients"
 ) -> tuple[tuple[jax.Array, ...], bool]:
     """The gradients as operands, checked, and whether they are one arena rather than leaves."""
     if isinstance(gradients, Sequence):
-        check_leaves("gradients", gradients, layout)
+        check_leaves(name, gradients, layout)
         return tuple(gradients), False
-    check_arena("gradients", gradients, layout)
+    check_arena(name, gradients, layout)
     return (gradients,), True

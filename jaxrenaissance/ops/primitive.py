@@ -30,7 +30,9 @@ class Op:
       result_types: static parameters -> shapes and dtypes of the results, without batch dimensions.
       reference: the op in jax.numpy, called with the operands and the static parameters.
       aliases: static parameters -> {operand index: result index}, for the buffers updated in place.
-      attributes: static parameters -> the handler's integer attributes.
+      attributes: static parameters -> the handler's attributes: integers, or sequences of them.
+      merged: whether the layout may have slices of a stacked leaf merged; not where an op has a
+        result for each segment.
     """
 
     def __init__(
@@ -40,7 +42,8 @@ class Op:
         result_types: Callable[..., ResultTypes],
         reference: Callable[..., Sequence[jax.Array]],
         aliases: Callable[..., Mapping[int, int]] = lambda **static: {},
-        attributes: Callable[..., Mapping[str, int]] = lambda **static: {},
+        attributes: Callable[..., Mapping[str, int | Sequence[int]]] = lambda **static: {},
+        merged: bool = True,
     ) -> None:
         self.name = name
         self.target = f"jaxrenaissance_{name}_v1"
@@ -48,6 +51,7 @@ class Op:
         self._reference = reference
         self._aliases = aliases
         self._attributes = attributes
+        self._merged = merged
 
         self._primitive = primitive = jax.extend.core.Primitive(f"jaxrenaissance_{name}")
         primitive.multiple_results = True
@@ -176,9 +180,9 @@ class Op:
                 "device, if JAX sees one (python -m jaxrenaissance info)"
             )
         native.require(platform)
-        attributes: dict[str, Any] = {k: np.int64(v) for k, v in self._attributes(**static).items()}
+        attributes = {k: np.array(v, np.int64)[()] for k, v in self._attributes(**static).items()}
         if "layout" in static:
-            attributes["layout"] = layout_attribute(static["layout"])
+            attributes["layout"] = layout_attribute(static["layout"], self._merged)
         # Operands without batch dimensions, behind a -1 that keeps the attribute from being empty.
         shared = [-1, *(i for i, b in enumerate(batched) if batch and not b)]
         rule = jax.ffi.ffi_lowering(

@@ -22,14 +22,22 @@ _prologue = Op(
 
 
 def prologue(floats: jax.Array, ints: jax.Array, *, backend: str) -> tuple[jax.Array, jax.Array]:
-    """Decides whether this step updates, counts it, and derives the scalars of every group.
+    r"""Decides whether this call updates, counts it, and derives the scalars of every group.
 
-    Where ``ints[FIRST_BAD]`` names a leaf, the step is skipped: APPLY = 0, SKIPPED and
-    CONSECUTIVE_SKIPS go up, STEP stays. Otherwise APPLY = 1 and STEP goes up. With t the step after
-    this update, in float64 on native backends: C1 = 1/(1 - b1^t), C2 = 1/(1 - b2^t), LR_WD = lr wd.
+    A call belongs to a cycle of EVERY micro-batches and is bad where ``ints[FIRST_BAD]`` names a
+    leaf. The last call of a cycle sets GRAD_FACTOR = 1 / (LOSS_SCALE * count) and then updates:
+    APPLY = 1, STEP goes up; or, where a call of the cycle was bad, is skipped: SKIPPED and
+    CONSECUTIVE_SKIPS go up. After a skip LOSS_SCALE is :math:`\max(\text{scale} \cdot
+    \text{BACKOFF}, \text{MIN\_SCALE})`, after GROWTH_INTERVAL updates in a row :math:`\min(
+    \text{scale} \cdot \text{GROWTH}, \text{MAX\_SCALE})`. An update adds to the weight of the
+    average, :math:`c \leftarrow c + \text{ONE\_MINUS\_EMA} (1 - c)`, which EMA_WEIGHT and
+    EMA_WEIGHT_LOW hold as a sum.
+
+    With t the updates made after this call, in float64 on native backends: LR = LEARNING_RATE *
+    LR_SCALE, LR_WD = LR * WEIGHT_DECAY, C1 = 1/(1 - b1^t), C2 = 1/(1 - b2^t).
 
     Args:
-      floats: float32 or float64 [(1 + groups) * ROW]; updated in place where donated.
+      floats: float32 or float64 [HEADER + groups * ROW]; updated in place where donated.
       ints: int32[INTS]; updated in place where donated.
       backend: "auto", "cpu", "cuda" or "xla".
 

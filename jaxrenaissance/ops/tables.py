@@ -12,11 +12,13 @@ from ..plan import ArenaLayout
 
 
 @functools.lru_cache(maxsize=64)
-def layout_attribute(layout: ArenaLayout) -> np.ndarray:
+def layout_attribute(layout: ArenaLayout, merged: bool = True) -> np.ndarray:
     """int64: the arena's size, whether it is float64, then start, size, leaf, leaf offset, group
-    of each segment. Slices of a stacked leaf that follow each other without padding are one."""
+    of each segment. Merged: slices of a stacked leaf that follow each other without padding are
+    one, which is all the same to an op that works element by element."""
     header = np.array([layout.size, layout.dtype == np.float64], np.int64)
-    return np.concatenate([header, _merged(layout.segments).reshape(-1)])
+    segments = _merged(layout.segments) if merged else layout.segments
+    return np.concatenate([header, segments.reshape(-1)])
 
 
 def _merged(segments: np.ndarray) -> np.ndarray:

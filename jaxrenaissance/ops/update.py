@@ -17,9 +17,9 @@ MOMENTS = {"sgd": 0, "momentum": 1, "nesterov": 1, "adam": 2}
 
 
 def _result_types(
-    kind: str, *, layout: ArenaLayout, from_arena: bool
+    kind: str, *, layout: ArenaLayout, from_arena: bool, ema: bool, gated: bool
 ) -> list[tuple[tuple[int, ...], np.dtype]]:
-    return [((layout.size,), layout.dtype)] * (1 + MOMENTS[kind])
+    return [((layout.size,), layout.dtype)] * (1 + MOMENTS[kind] + ema)
 
 
 def _op(kind: str) -> Op:
@@ -28,12 +28,32 @@ def _op(kind: str) -> Op:
         f"update_{kind}",
         result_types=functools.partial(_result_types, kind),
         reference=functools.partial(reference, kind, series),
-        aliases=lambda **static: {1 + i: i for i in range(series)},
-        attributes=lambda *, layout, from_arena: {"from_arena": from_arena},
+        aliases=lambda *, ema, **static: {1 + i: i for i in range(series + ema)},
+        attributes=lambda *, layout, **static: static,
     )
 
 
 _ops = {kind: _op(kind) for kind in MOMENTS}
+
+
+def update_operands(
+    kind: str,
+    layout: ArenaLayout,
+    floats: jax.Array,
+    weights: jax.Array,
+    moments: Sequence[jax.Array],
+    gradients: Sequence[jax.Array] | jax.Array,
+) -> tuple[tuple[jax.Array, ...], bool]:
+    """The gradients as operands, and whether they are an arena; raises unless all fits the kind."""
+    if kind not in MOMENTS:
+        raise ValueError(f"kind: got {kind!r}, wanted one of {', '.join(MOMENTS)}")
+    check_floats(floats, layout)
+    check_arena("weights", weights, layout)
+    if len(moments) != MOMENTS[kind]:
+        raise ValueError(f"moments: {kind} has {MOMENTS[kind]}, got {len(moments)}")
+    for i, moment in enumerate(moments):
+        check_arena(f"moments[{i}]", moment, layout)
+    return gradient_operands(layout, gradients)
 
 
 def update(
@@ -44,12 +64,14 @@ def update(
     moments: Sequence[jax.Array],
     gradients: Sequence[jax.Array] | jax.Array,
     *,
+    ema: jax.Array | None = None,
+    gated: bool = False,
     backend: str,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None]:
     r"""One step of an elementwise optimizer on every leaf of an arena.
 
-    With g the gradient times GRAD_FACTOR, then :math:`g \leftarrow g + \text{l2} \cdot w`, and all
-    scalars from the leaf's group:
+    With g the gradient times GRAD_FACTOR, clamped to ±MAX_VALUE, then :math:`g \leftarrow g +
+    \text{l2} \cdot w`, and the other scalars from the leaf's group:
 
     - sgd: :math:`u = g`
     - momentum: :math:`m \leftarrow \beta m + g,\ u = m`
@@ -58,8 +80,9 @@ def update(
       g^2,\ u = m c_1 / (\sqrt{v c_2 + \text{eps\_root}} + \text{eps})`, and u = 0 where that is 0/0
 
     and :math:`w \leftarrow w - (\text{lr} \cdot \text{wd} \cdot w + \text{lr} \cdot u)`: the decay
-    and the update are added up before they are rounded into the weight. Nothing is written where
-    APPLY is 0.
+    and the update are added up before they are rounded into the weight. The average follows the new
+    weights: :math:`e \leftarrow e + \text{ONE\_MINUS\_EMA} (w - e)`, exactly w where that factor
+    is 1. Nothing is written where APPLY is 0.
 
     Args:
       kind: "sgd", "momentum", "nesterov" or "adam".
@@ -69,24 +92,30 @@ def update(
         moments.
       moments: none, one or two arrays like ``weights``.
       gradients: the leaves in arena order, in mixed dtypes, or one arena.
+      ema: the average of the weights, an array like ``weights``; updated in place where donated.
+      gated: APPLY is looked at before anything is loaded. Faster where most calls do not update.
       backend: "auto", "cpu", "cuda" or "xla".
 
     Returns:
-      The new weights and the new moments.
+      The new weights, the new moments and the new average, None without one.
 
     Raises:
       ValueError: an operand does not fit the layout or the kind.
     """
-    if kind not in MOMENTS:
-        raise ValueError(f"kind: got {kind!r}, wanted one of {', '.join(MOMENTS)}")
-    check_floats(floats, layout)
-    check_arena("weights", weights, layout)
-    if len(moments) != MOMENTS[kind]:
-        raise ValueError(f"moments: {kind} has {MOMENTS[kind]}, got {len(moments)}")
-    for i, moment in enumerate(moments):
-        check_arena(f"moments[{i}]", moment, layout)
-    operands, from_arena = gradient_operands(layout, gradients)
-    new_weights, *new_moments = _ops[kind](
-        floats, weights, *moments, *operands, layout=layout, from_arena=from_arena, backend=backend
+    operands, from_arena = update_operands(kind, layout, floats, weights, moments, gradients)
+    if ema is not None:
+        check_arena("ema", ema, layout)
+        operands = (ema, *operands)
+    results = _ops[kind](
+        floats,
+        weights,
+        *moments,
+        *operands,
+        layout=layout,
+        from_arena=from_arena,
+        ema=ema is not None,
+        gated=gated,
+        backend=backend,
     )
-    return new_weights, tuple(new_moments)
+    new_ema = results.pop() if ema is not None else None
+    return results[0], tuple(results[1:]), new_ema

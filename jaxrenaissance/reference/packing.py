@@ -10,7 +10,7 @@ import numpy as np
 from ..plan import SEGMENT_BYTES, ArenaLayout
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """A leaf's stretch of the arena: as many slices of `size` elements, `stride` apart."""
 
     leaf: int
@@ -21,18 +21,20 @@ class _Block(NamedTuple):
 
     @property
     def end(self) -> int:
+        """Where the next leaf starts."""
         return self.start + self.slices * self.stride
 
 
 @functools.lru_cache(maxsize=64)
-def _blocks(layout: ArenaLayout) -> tuple[_Block, ...]:
+def blocks(layout: ArenaLayout) -> tuple[Block, ...]:
+    """The leaves that have elements, in arena order: their slices are all segments, in order."""
     segments = layout.segments
     leaves, firsts, counts = np.unique(segments[:, 2], return_index=True, return_counts=True)
     starts = segments[firsts, 0]
     # Slices of a leaf follow each other at one stride, and so does the next leaf.
     ends = np.append(starts[1:], _line_after(layout, segments[-1:, :2].sum()))
     return tuple(
-        _Block(int(leaf), int(start), int(count), int(size), int(end - start) // int(count))
+        Block(int(leaf), int(start), int(count), int(size), int(end - start) // int(count))
         for leaf, start, count, size, end in zip(
             leaves, starts, counts, segments[firsts, 1], ends[: len(starts)], strict=True
         )
@@ -49,7 +51,7 @@ def unpack(
 ) -> list[jax.Array]:
     """The leaves of an arena, in arena order."""
     leaves = [jnp.zeros(shape, dtype) for shape, dtype in zip(layout.shapes, dtypes, strict=True)]
-    for block in _blocks(layout):
+    for block in blocks(layout):
         stretch = jax.lax.slice(arena, (block.start,), (block.end,))
         elements = stretch.reshape(block.slices, block.stride)[:, : block.size]
         shape, dtype = layout.shapes[block.leaf], dtypes[block.leaf]
@@ -60,10 +62,25 @@ def unpack(
 def pack(*leaves: jax.Array, layout: ArenaLayout) -> list[jax.Array]:
     """An arena made of leaves in arena order; padding is zero."""
     parts, end = [], 0
-    for block in _blocks(layout):
+    for block in blocks(layout):
         assert block.start == end
         elements = leaves[block.leaf].astype(layout.dtype).reshape(block.slices, block.size)
         padded = jnp.pad(elements, ((0, 0), (0, block.stride - block.size)))
         parts.append(padded.reshape(block.slices * block.stride))
         end = block.end
     return [jnp.concatenate([*parts, jnp.zeros(layout.size - end, layout.dtype)])]
+
+
+def to_leaves(
+    operands: tuple[jax.Array, ...], layout: ArenaLayout, from_arena: bool
+) -> tuple[jax.Array, ...]:
+    """Gradients as leaves, whichever they are given as."""
+    if not from_arena:
+        return operands
+    dtypes = (layout.dtype,) * len(layout.shapes)
+    return tuple(unpack(operands[0], layout=layout, dtypes=dtypes))
+
+
+def to_arena(operands: tuple[jax.Array, ...], layout: ArenaLayout, from_arena: bool) -> jax.Array:
+    """Gradients as an arena, whichever they are given as."""
+    return operands[0] if from_arena else pack(*operands, layout=layout)[0]

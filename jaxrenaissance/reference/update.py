@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import scalars as s
 from ..plan import ArenaLayout
-from .packing import pack
+from .groups import runs
+from .lerp import towards
+from .norms import workspace_of
+from .packing import to_arena, to_leaves
 
 
 def update(
@@ -18,41 +20,63 @@ def update(
     *operands: jax.Array,
     layout: ArenaLayout,
     from_arena: bool,
+    ema: bool,
+    gated: bool,
 ) -> list[jax.Array]:
-    """The new weights and moments. ``operands`` are weights, moments, then the gradients."""
+    """The new weights, moments and average. ``operands`` are these, then the gradients.
+
+    ``gated`` is about what a kernel loads; the results are the same.
+    """
+    states, gradients = operands[:series], operands[series + ema :]
+    gradient = to_arena(gradients, layout, from_arena)
+    new = _step(kind, layout, floats, states, gradient)
+    if ema:
+        average = operands[series]
+        rate = floats[s.ONE_MINUS_EMA].astype(layout.dtype)
+        new.append(towards(average, new[0], rate))
+    apply = floats[s.APPLY] != 0
+    olds = operands[: series + ema]
+    return [jnp.where(apply, x, old) for x, old in zip(new, olds, strict=True)]
+
+
+def update_norms(
+    kind: str,
+    series: int,
+    floats: jax.Array,
+    *operands: jax.Array,
+    layout: ArenaLayout,
+    from_arena: bool,
+) -> list[jax.Array]:
+    """The workspace of what an update adds to the weights."""
     states, gradients = operands[:series], operands[series:]
-    gradient = gradients[0] if from_arena else pack(*gradients, layout=layout)[0]
+    gradient = to_arena(gradients, layout, from_arena)
+    difference = _step(kind, layout, floats, states, gradient)[0] - states[0]
+    return [workspace_of(layout, to_leaves((difference,), layout, True))]
+
+
+def _step(
+    kind: str,
+    layout: ArenaLayout,
+    floats: jax.Array,
+    states: Sequence[jax.Array],
+    gradient: jax.Array,
+) -> list[jax.Array]:
     values = floats.astype(layout.dtype)
-    factor, apply = values[s.GRAD_FACTOR], values[s.APPLY] != 0
+    bound = values[s.MAX_VALUE]
+    gradient = jnp.clip(gradient * values[s.GRAD_FACTOR], -bound, bound)
     pieces: list[list[jax.Array]] = [[] for _ in states]
-    for low, high, group in _runs(layout):
+    for low, high, group in runs(layout):
         row = values[s.float_index(group, 0) : s.float_index(group, s.ROW)]
-        new = _STEPS[kind](row, gradient[low:high] * factor, *(x[low:high] for x in states))
+        new = _STEPS[kind](row, gradient[low:high], *(x[low:high] for x in states))
         for piece, x in zip(pieces, new, strict=True):
             piece.append(x)
     if not pieces[0]:
         return list(states)
-    return [
-        jnp.where(apply, jnp.concatenate(piece), old)
-        for piece, old in zip(pieces, states, strict=True)
-    ]
-
-
-def _runs(layout: ArenaLayout) -> list[tuple[int, int, int]]:
-    """The arena as stretches of one group: (low, high, group).
-
-    Padding is all zero and stays so under every update.
-    """
-    groups = layout.segments[:, 4]
-    if not len(groups):
-        return []
-    firsts = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))
-    edges = [0, *layout.segments[firsts[1:], 0].tolist(), layout.size]
-    return list(zip(edges[:-1], edges[1:], groups[firsts].tolist(), strict=True))
+    return [jnp.concatenate(piece) for piece in pieces]
 
 
 def _new_weights(row: jax.Array, w: jax.Array, u: jax.Array) -> jax.Array:
-    return w - (row[s.LR_WD] * w + row[s.LEARNING_RATE] * u)
+    return w - (row[s.LR_WD] * w + row[s.LR] * u)
 
 
 def _sgd(row: jax.Array, g: jax.Array, w: jax.Array) -> Sequence[jax.Array]:

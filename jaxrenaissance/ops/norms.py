@@ -1,0 +1,72 @@
+"""norms: one pass over the gradients that finds what is not finite and adds up squares."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from .. import scalars
+from ..plan import ArenaLayout
+from ..reference import norms as reference
+from ..workspaces import workspace_size
+from .checks import check_ints, gradient_operands
+from .primitive import Op
+
+
+def _result_types(
+    *, layout: ArenaLayout, first_leaf: int, flag: bool, from_arena: bool
+) -> list[tuple[tuple[int, ...], np.dtype]]:
+    int32 = np.dtype("int32")
+    return [((scalars.INTS,), int32), ((workspace_size(layout),), int32)]
+
+
+_norms = Op(
+    "norms",
+    result_types=_result_types,
+    reference=reference,
+    aliases=lambda **static: {0: 0},
+    attributes=lambda *, layout, **static: static,
+    merged=False,
+)
+
+
+def norms(
+    layout: ArenaLayout,
+    ints: jax.Array,
+    gradients: Sequence[jax.Array] | jax.Array,
+    *,
+    first_leaf: int = 0,
+    flag: bool,
+    backend: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Sums of squares of every segment, and non-finite gradients as `statistics` finds them.
+
+    Native backends add up in float64, in an order that depends on a segment's size alone.
+
+    Args:
+      layout: the layout of the arena that the gradients belong to.
+      ints: int32[INTS], the state's counters; updated in place where donated.
+      gradients: the leaves in arena order (mixed float32, bfloat16, float16; float64 beside a
+        float64 arena), or one arena of this layout.
+      first_leaf: the number of this layout's first leaf, where a plan has two arenas.
+      flag: whether FIRST_BAD is set. Where it is not, the counters stay as they are.
+      backend: "auto", "cpu", "cuda" or "xla".
+
+    Returns:
+      The counters, and a workspace for `finish`: int32[workspace_size(layout)].
+
+    Raises:
+      ValueError: an operand does not fit the layout.
+    """
+    check_ints(ints)
+    operands, from_arena = gradient_operands(layout, gradients)
+    new_ints, workspace = _norms(
+        ints,
+        *operands,
+        layout=layout,
+        first_leaf=first_leaf,
+        flag=flag,
+        from_arena=from_arena,
+        backend=backend,
+    )
+    return new_ints, workspace

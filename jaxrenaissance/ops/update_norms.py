@@ -1,0 +1,63 @@
+"""update_norms: sums of squares of what an update will add to the weights."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from ..plan import ArenaLayout
+from ..reference import update_norms as reference
+from ..workspaces import workspace_size
+from .primitive import Op
+from .update import MOMENTS, update_operands
+
+
+def _result_types(
+    *, layout: ArenaLayout, from_arena: bool
+) -> list[tuple[tuple[int, ...], np.dtype]]:
+    return [((workspace_size(layout),), np.dtype("int32"))]
+
+
+def _op(kind: str) -> Op:
+    return Op(
+        f"update_norms_{kind}",
+        result_types=_result_types,
+        reference=functools.partial(reference, kind, 1 + MOMENTS[kind]),
+        attributes=lambda *, layout, from_arena: {"from_arena": from_arena},
+        merged=False,
+    )
+
+
+_ops = {kind: _op(kind) for kind in MOMENTS}
+
+
+def update_norms(
+    kind: str,
+    layout: ArenaLayout,
+    floats: jax.Array,
+    weights: jax.Array,
+    moments: Sequence[jax.Array],
+    gradients: Sequence[jax.Array] | jax.Array,
+    *,
+    backend: str,
+) -> jax.Array:
+    """Sums of squares, for every segment, of the new weights minus the old.
+
+    It runs between the prologue and the update, with the same operands as the latter, and changes
+    none of them.
+
+    Args:
+      kind, layout, floats, weights, moments, gradients: as for `update`.
+      backend: "auto", "cpu", "cuda" or "xla".
+
+    Returns:
+      A workspace for `finish_update`: int32[workspace_size(layout)].
+
+    Raises:
+      ValueError: an operand does not fit the layout or the kind.
+    """
+    operands, from_arena = update_operands(kind, layout, floats, weights, moments, gradients)
+    return _ops[kind](
+        floats, weights, *moments, *operands, layout=layout, from_arena=from_arena, backend=backend
+    )[0]

@@ -1,0 +1,35 @@
+"""accumulate in jax.numpy."""
+
+import jax
+import jax.numpy as jnp
+
+from .. import scalars
+from ..plan import ArenaLayout
+from .norms import workspace_of
+from .packing import to_arena, to_leaves, unpack
+from .statistics import lower_first_bad
+
+
+def accumulate(
+    ints: jax.Array,
+    accumulator: jax.Array,
+    *gradients: jax.Array,
+    layout: ArenaLayout,
+    first_leaf: int,
+    flag: bool,
+    norms: bool,
+    from_arena: bool,
+) -> list[jax.Array]:
+    """The counters, the sum and, where `norms`, the sum's workspace."""
+    gradient = to_arena(gradients, layout, from_arena)
+    first = ints[scalars.MICRO] == 0
+    total = jnp.where(first, gradient, accumulator + gradient)
+    if flag:
+        # A sum that overflows is this micro-batch's fault, one that was not finite is not.
+        overflows = ~jnp.isfinite(total) & (first | jnp.isfinite(accumulator))
+        bad = ~jnp.isfinite(gradient) | overflows
+        masks = unpack(bad, layout=layout, dtypes=(bad.dtype,) * len(layout.shapes))
+        ints = lower_first_bad(ints, masks, first_leaf)
+    if not norms:
+        return [ints, total]
+    return [ints, total, workspace_of(layout, to_leaves((total,), layout, True))]

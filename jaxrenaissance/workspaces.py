@@ -1,0 +1,21 @@
+"""What `norms` leaves for `finish`: one array of int32 words an arena, opaque in between.
+
+A native backend writes, of each segment, sums of squares in float64 over stretches of ``PARTIAL``
+elements; before these, the number of each segment's first sum, and that of all. The xla backend
+writes a norm a segment into the same words. The size is part of the ABI.
+"""
+
+from .plan import ArenaLayout
+
+PARTIAL = 8192
+
+
+def workspace_size(layout: ArenaLayout) -> int:
+    """The words of an arena's workspace."""
+    partials = int((-(-layout.segments[:, 1] // PARTIAL)).sum())
+    return least_size(len(layout.segments)) + 2 * (partials - len(layout.segments))
+
+
+def least_size(segments: int) -> int:
+    """The words where every one of so many segments has a single sum."""
+    return (segments + 2) // 2 * 2 + 2 * segments
