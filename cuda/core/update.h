@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/scalars.h"
+#include "core/square_root.h"
 
 namespace jaxrenaissance {
 
@@ -17,34 +18,37 @@ template <typename T, typename S>
 JR_HD GroupScalars<T> LoadGroup(const S* row) {
   const T one_minus_b1 = static_cast<T>(row[kOneMinusB1]);
   const T one_minus_b2 = static_cast<T>(row[kOneMinusB2]);
-  return {static_cast<T>(row[kLearningRate]),
-          static_cast<T>(row[kLrWd]),
-          static_cast<T>(row[kL2]),
-          static_cast<T>(row[kMomentum]),
-          T(1) - one_minus_b1,
-          one_minus_b1,
-          T(1) - one_minus_b2,
-          one_minus_b2,
-          static_cast<T>(row[kEps]),
-          static_cast<T>(row[kEpsRoot]),
-          static_cast<T>(row[kC1]),
-          static_cast<T>(row[kC2])};
+  return {static_cast<T>(row[kLr]),  static_cast<T>(row[kLrWd]),
+          static_cast<T>(row[kL2]),  static_cast<T>(row[kMomentum]),
+          T(1) - one_minus_b1,       one_minus_b1,
+          T(1) - one_minus_b2,       one_minus_b2,
+          static_cast<T>(row[kEps]), static_cast<T>(row[kEpsRoot]),
+          static_cast<T>(row[kC1]),  static_cast<T>(row[kC2])};
 }
 
-JR_HD float SquareRoot(float x) {
-#if defined(__CUDA_ARCH__)
-  return __fsqrt_rn(x);
-#else
-  return __builtin_sqrtf(x);
-#endif
+// The scalars of the call.
+template <typename T>
+struct CallScalars {
+  T factor, max_value, one_minus_ema;
+};
+
+template <typename T, typename S>
+JR_HD CallScalars<T> LoadCall(const S* floats) {
+  return {static_cast<T>(floats[kGradFactor]), static_cast<T>(floats[kMaxValue]),
+          static_cast<T>(floats[kOneMinusEma])};
 }
 
-JR_HD double SquareRoot(double x) {
-#if defined(__CUDA_ARCH__)
-  return __dsqrt_rn(x);
-#else
-  return __builtin_sqrt(x);
-#endif
+// Unscaled and clipped by norm, both in the factor, then by value; NaN stays NaN.
+template <typename T>
+JR_HD T ScaledGradient(const CallScalars<T>& s, T g) {
+  g = g * s.factor;
+  return g > s.max_value ? s.max_value : g < -s.max_value ? -s.max_value : g;
+}
+
+// From a towards b. Exactly b at 1, also over a NaN; exactly a where both are equal.
+template <typename T>
+JR_HD T Lerp(T a, T b, T t) {
+  return t == T(1) ? b : a + t * (b - a);
 }
 
 // Decay and update are added up before they are rounded into the weight: a factor 1 - lr wd would

@@ -12,6 +12,7 @@ namespace jaxrenaissance {
 struct UpdateStretch {
   void* weights;
   void* moments[2];
+  void* ema;  // null where there is none
   const void* gradient;
   int64_t count;
   const void* floats;
@@ -22,6 +23,15 @@ using UpdateFn = void (*)(const UpdateStretch&);
 using WidenFn = void (*)(const void* leaf, void* arena, int64_t count);
 using NarrowFn = void (*)(const void* arena, void* leaf, int64_t count);
 using NonFiniteFn = bool (*)(const void* data, int64_t count);
+// A chunk of core/reduction.h: the sum of its squares; of the squares of its update.
+using ChunkSumFn = double (*)(const void* data, int64_t count);
+using ChunkUpdateSumFn = double (*)(const UpdateStretch&);
+// Adds the gradient to the accumulator, or starts it. Whether the gradient, or only the sum, is not
+// finite.
+using AccumulateFn = bool (*)(const void* gradient, void* accumulator, int64_t count,
+                              bool is_first);
+// Moves data towards `target` (null: zero).
+using LerpFn = void (*)(void* data, const void* target, int64_t count, double tau);
 
 // Indexed by [arena is double][floats are double][kind][gradient type], and so on; null where a
 // float32 arena would meet a float64 leaf.
@@ -31,6 +41,10 @@ struct CpuKernels {
   WidenFn widen[2][kLeafTypes];
   NarrowFn narrow[2][kLeafTypes];
   NonFiniteFn non_finite[kLeafTypes];
+  ChunkSumFn chunk_sum[kLeafTypes];
+  ChunkUpdateSumFn chunk_update_sum[2][2][kUpdateKinds][kLeafTypes];
+  AccumulateFn accumulate[2][kLeafTypes];
+  LerpFn lerp[2][kLeafTypes];
 };
 
 // The kernels of the widest instruction set that this processor has.

@@ -1,5 +1,6 @@
 // The loops, compiled once per instruction set with JR_ISA set to its name. Everything here has
 // internal linkage or is always inlined, so that the linker cannot mix the sets.
+#include "core/reduction.h"
 #include "core/update.h"
 #include "cpu/kernels.h"
 
@@ -24,11 +25,12 @@ JR_HD void PrefetchBlock(const T* block) {
 template <typename Rule, typename T, typename S, typename G>
 void Update(const UpdateStretch& stretch) {
   const S* floats = static_cast<const S*>(stretch.floats);
-  const GroupScalars<T> scalars = LoadGroup<T>(floats + (1 + stretch.group) * kRow);
-  const T factor = static_cast<T>(floats[kGradFactor]);
+  const GroupScalars<T> scalars = LoadGroup<T>(floats + RowStart(stretch.group));
+  const CallScalars<T> call = LoadCall<T>(floats);
   T* __restrict w = static_cast<T*>(stretch.weights);
   T* __restrict m = static_cast<T*>(stretch.moments[0]);
   T* __restrict v = static_cast<T*>(stretch.moments[1]);
+  T* __restrict e = static_cast<T*>(stretch.ema);
   const G* __restrict g = static_cast<const G*>(stretch.gradient);
   for (int64_t block = 0; block < stretch.count; block += kBlock) {
     PrefetchBlock(g + block);
@@ -40,12 +42,113 @@ void Update(const UpdateStretch& stretch) {
       T wi = w[i], mi{}, vi{};
       if constexpr (Rule::kMoments > 0) mi = m[i];
       if constexpr (Rule::kMoments > 1) vi = v[i];
-      Rule::Apply(scalars, static_cast<T>(Widen(g[i])) * factor, wi, mi, vi);
+      Rule::Apply(scalars, ScaledGradient(call, static_cast<T>(Widen(g[i]))), wi, mi, vi);
       w[i] = wi;
       if constexpr (Rule::kMoments > 0) m[i] = mi;
       if constexpr (Rule::kMoments > 1) v[i] = vi;
     }
+    if (e != nullptr) {
+      PrefetchBlock(e + block);
+      for (int64_t i = block; i < end; ++i) e[i] = Lerp(e[i], w[i], call.one_minus_ema);
+    }
   }
+}
+
+// The sums of a chunk's lanes, as core/reduction.h has them.
+struct LaneSums {
+  double x[kChunkLanes * kChunkWidth] = {};
+
+  double Total() const {
+    double sums[kChunkLanes];
+    for (int l = 0; l < kChunkLanes; ++l) sums[l] = SumOfQuad(x + l * kChunkWidth);
+    for (int h = kChunkLanes / 2; h > 0; h /= 2) {
+      for (int l = 0; l < h; ++l) sums[l] += sums[l + h];
+    }
+    return sums[0];
+  }
+};
+
+template <typename G>
+double ChunkSum(const void* data, int64_t count) {
+  constexpr int64_t kWidth = kChunkLanes * kChunkWidth;
+  const G* __restrict g = static_cast<const G*>(data);
+  LaneSums sums;
+  const auto add = [&](int64_t first, int64_t own) {
+    for (int64_t i = 0; i < own; ++i) {
+      const double x = static_cast<double>(Widen(g[first + i]));
+      sums.x[i] = sums.x[i] + x * x;
+    }
+  };
+  for (int64_t first = 0; first < count; first += kWidth) {
+    PrefetchBlock(g + first);
+    PrefetchBlock(g + first + kBlock);
+    if (count - first >= kWidth) {
+      add(first, kWidth);
+    } else {
+      add(first, count - first);
+    }
+  }
+  return sums.Total();
+}
+
+template <typename Rule, typename T, typename S, typename G>
+double ChunkUpdateSum(const UpdateStretch& stretch) {
+  constexpr int64_t kWidth = kChunkLanes * kChunkWidth;
+  const S* floats = static_cast<const S*>(stretch.floats);
+  const GroupScalars<T> scalars = LoadGroup<T>(floats + RowStart(stretch.group));
+  const CallScalars<T> call = LoadCall<T>(floats);
+  const T* w = static_cast<const T*>(stretch.weights);
+  const T* m = static_cast<const T*>(stretch.moments[0]);
+  const T* v = static_cast<const T*>(stretch.moments[1]);
+  const G* g = static_cast<const G*>(stretch.gradient);
+  LaneSums sums;
+  for (int64_t first = 0; first < stretch.count; first += kWidth) {
+    const int64_t own = stretch.count - first < kWidth ? stretch.count - first : kWidth;
+    for (int64_t lane = 0; lane < own; ++lane) {
+      const int64_t i = first + lane;
+      T wi = w[i], mi{}, vi{};
+      if constexpr (Rule::kMoments > 0) mi = m[i];
+      if constexpr (Rule::kMoments > 1) vi = v[i];
+      Rule::Apply(scalars, ScaledGradient(call, static_cast<T>(Widen(g[i]))), wi, mi, vi);
+      const double change = static_cast<double>(wi) - static_cast<double>(w[i]);
+      sums.x[lane] = sums.x[lane] + change * change;
+    }
+  }
+  return sums.Total();
+}
+
+template <typename T, typename G>
+bool Accumulate(const void* gradient, void* accumulator, int64_t count, bool is_first) {
+  const G* __restrict g = static_cast<const G*>(gradient);
+  T* __restrict a = static_cast<T*>(accumulator);
+  int bad = 0;
+  for (int64_t block = 0; block < count; block += kBlock) {
+    PrefetchBlock(g + block);
+    PrefetchBlock(a + block);
+    const int64_t end = block + kBlock < count ? block + kBlock : count;
+    if (is_first) {
+      for (int64_t i = block; i < end; ++i) {
+        a[i] = static_cast<T>(Widen(g[i]));
+        bad |= IsNonFinite(a[i]) ? 1 : 0;
+      }
+    } else {
+      for (int64_t i = block; i < end; ++i) {
+        const T before = a[i], x = static_cast<T>(Widen(g[i]));
+        a[i] = before + x;
+        bad |= IsNonFinite(x) | (IsNonFinite(a[i]) & !IsNonFinite(before)) ? 1 : 0;
+      }
+    }
+  }
+  return bad != 0;
+}
+
+template <typename T, typename L>
+void LerpTo(void* data, const void* target, int64_t count, double tau) {
+  T* __restrict x = static_cast<T*>(data);
+  const L* __restrict to = static_cast<const L*>(target);
+  const T t = static_cast<T>(tau);
+  for (int64_t i = 0; i < count; ++i)
+    x[i] = Lerp(x[i], to == nullptr ? T(0) : static_cast<T>(Widen(to[i])), t);
 }
 
 template <typename T, typename L>
@@ -74,24 +177,46 @@ bool AnyNonFinite(const void* data, int64_t count) {
   return bad != 0;
 }
 
+// Calls f(index, type) for each type of leaf beside an arena of T.
+template <typename T, typename F>
+void ForEachLeafType(const F& f) {
+  f(0, float{});
+  f(1, Bf16{});
+  f(2, F16{});
+  if constexpr (sizeof(T) == 8) f(3, double{});
+}
+
 template <typename Rule, typename T, typename S>
-void FillUpdates(UpdateFn (&by_type)[kLeafTypes]) {
-  by_type[0] = Update<Rule, T, S, float>;
-  by_type[1] = Update<Rule, T, S, Bf16>;
-  by_type[2] = Update<Rule, T, S, F16>;
-  if constexpr (sizeof(T) == 8) {
-    by_type[3] = Update<Rule, T, S, double>;
-  } else {
-    by_type[3] = nullptr;
-  }
+void FillRule(UpdateKind kind, CpuKernels& kernels) {
+  constexpr int t = sizeof(T) == 8, s = sizeof(S) == 8;
+  const int k = static_cast<int>(kind);
+  ForEachLeafType<T>([&](int type, auto leaf) {
+    using G = decltype(leaf);
+    kernels.update[t][s][k][type] = Update<Rule, T, S, G>;
+    kernels.chunk_update_sum[t][s][k][type] = ChunkUpdateSum<Rule, T, S, G>;
+  });
 }
 
 template <typename T, typename S>
-void FillKinds(UpdateFn (&by_kind)[kUpdateKinds][kLeafTypes]) {
-  FillUpdates<Sgd, T, S>(by_kind[static_cast<int>(UpdateKind::kSgd)]);
-  FillUpdates<Momentum, T, S>(by_kind[static_cast<int>(UpdateKind::kMomentum)]);
-  FillUpdates<Nesterov, T, S>(by_kind[static_cast<int>(UpdateKind::kNesterov)]);
-  FillUpdates<Adam, T, S>(by_kind[static_cast<int>(UpdateKind::kAdam)]);
+void FillRules(CpuKernels& kernels) {
+  FillRule<Sgd, T, S>(UpdateKind::kSgd, kernels);
+  FillRule<Momentum, T, S>(UpdateKind::kMomentum, kernels);
+  FillRule<Nesterov, T, S>(UpdateKind::kNesterov, kernels);
+  FillRule<Adam, T, S>(UpdateKind::kAdam, kernels);
+}
+
+template <typename T>
+void FillArena(CpuKernels& kernels) {
+  constexpr int t = sizeof(T) == 8;
+  FillRules<T, float>(kernels);
+  FillRules<T, double>(kernels);
+  ForEachLeafType<T>([&](int type, auto leaf) {
+    using L = decltype(leaf);
+    kernels.widen[t][type] = WidenLeaf<T, L>;
+    kernels.narrow[t][type] = NarrowLeaf<T, L>;
+    kernels.accumulate[t][type] = Accumulate<T, L>;
+    kernels.lerp[t][type] = LerpTo<T, L>;
+  });
 }
 
 #define JR_STRING_OF(x) #x
@@ -100,28 +225,12 @@ void FillKinds(UpdateFn (&by_kind)[kUpdateKinds][kLeafTypes]) {
 CpuKernels Make() {
   CpuKernels kernels{};
   kernels.name = JR_STRING(JR_ISA);
-  FillKinds<float, float>(kernels.update[0][0]);
-  FillKinds<float, double>(kernels.update[0][1]);
-  FillKinds<double, float>(kernels.update[1][0]);
-  FillKinds<double, double>(kernels.update[1][1]);
-  kernels.widen[0][0] = WidenLeaf<float, float>;
-  kernels.widen[0][1] = WidenLeaf<float, Bf16>;
-  kernels.widen[0][2] = WidenLeaf<float, F16>;
-  kernels.widen[1][0] = WidenLeaf<double, float>;
-  kernels.widen[1][1] = WidenLeaf<double, Bf16>;
-  kernels.widen[1][2] = WidenLeaf<double, F16>;
-  kernels.widen[1][3] = WidenLeaf<double, double>;
-  kernels.narrow[0][0] = NarrowLeaf<float, float>;
-  kernels.narrow[0][1] = NarrowLeaf<float, Bf16>;
-  kernels.narrow[0][2] = NarrowLeaf<float, F16>;
-  kernels.narrow[1][0] = NarrowLeaf<double, float>;
-  kernels.narrow[1][1] = NarrowLeaf<double, Bf16>;
-  kernels.narrow[1][2] = NarrowLeaf<double, F16>;
-  kernels.narrow[1][3] = NarrowLeaf<double, double>;
-  kernels.non_finite[0] = AnyNonFinite<float>;
-  kernels.non_finite[1] = AnyNonFinite<Bf16>;
-  kernels.non_finite[2] = AnyNonFinite<F16>;
-  kernels.non_finite[3] = AnyNonFinite<double>;
+  FillArena<float>(kernels);
+  FillArena<double>(kernels);
+  ForEachLeafType<double>([&](int type, auto leaf) {
+    kernels.non_finite[type] = AnyNonFinite<decltype(leaf)>;
+    kernels.chunk_sum[type] = ChunkSum<decltype(leaf)>;
+  });
   return kernels;
 }
 

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "core/prologue.h"
+#include "core/reduction.h"
 #include "core/update.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
@@ -73,6 +74,29 @@ double FloatAt(const Floats& floats, int64_t index) {
                           : static_cast<const float*>(floats.data)[index];
 }
 
+// The part [low, high) of a segment of member `member`, and its gradient's type.
+struct TypedStretch {
+  UpdateStretch stretch;
+  LeafType type;
+};
+
+TypedStretch StretchOf(const Layout& layout, const Floats& floats, const UpdateOperands& operands,
+                       int64_t member, const Segment& segment, int64_t low, int64_t high) {
+  const int64_t item = ArenaItem(layout.is_double);
+  const int64_t offset = (member * layout.size + low) * item;
+  LeafType type;
+  const void* gradient =
+      GradientElement(operands.gradients, layout.is_double, member, segment, low, type);
+  return {{Offset(operands.weights, offset),
+           {Offset(operands.moments[0], offset), Offset(operands.moments[1], offset)},
+           Offset(operands.ema, offset),
+           gradient,
+           high - low,
+           Offset(floats.data, member * floats.stride * ArenaItem(floats.is_double)),
+           segment.group},
+          type};
+}
+
 template <typename Rule, UpdateKind kKind>
 ffi::Future Update(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ffi::Dictionary attributes) {
@@ -86,22 +110,12 @@ ffi::Future Update(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   return ForEachChunk(pool, chunks, [call = std::move(call), &kernels, chunks](int64_t i) {
     // Backwards: the statistics pass has just left the last gradients in the cache.
     const int64_t chunk = chunks - 1 - i;
-    const int64_t item = ArenaItem(call.layout.is_double);
     ForEachStretch(
         call.layout, chunk, [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
-          const int64_t first_float = member * call.floats.stride;
-          if (FloatAt(call.floats, first_float + kApply) == 0) return;
-          const int64_t offset = (member * call.layout.size + low) * item;
-          LeafType type;
-          const void* gradient =
-              GradientElement(call.gradients, call.layout.is_double, member, segment, low, type);
-          kernels[static_cast<int>(type)](
-              {Offset(call.weights, offset),
-               {Offset(call.moments[0], offset), Offset(call.moments[1], offset)},
-               gradient,
-               high - low,
-               Offset(call.floats.data, first_float * ArenaItem(call.floats.is_double)),
-               segment.group});
+          if (FloatAt(call.floats, member * call.floats.stride + kApply) == 0) return;
+          const TypedStretch own =
+              StretchOf(call.layout, call.floats, call.operands, member, segment, low, high);
+          kernels[static_cast<int>(own.type)](own.stretch);
         });
   });
 }
@@ -129,6 +143,155 @@ ffi::Future Statistics(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
           if (BestCpuKernels().non_finite[static_cast<int>(type)](gradient, high - low)) {
             AtomicMin(call.ints + member * kInts + kFirstBad,
                       static_cast<int32_t>(first_leaf + segment.leaf));
+          }
+        });
+  });
+}
+
+// Calls sum(member, segment, low, high) for each chunk of the partials' tree in a task's partials,
+// and writes these.
+template <typename F>
+ffi::Future ForEachPartial(ffi::ThreadPool pool, const Layout& layout, const Workspace& workspace,
+                           const F& sum) {
+  // A task is as many partials as a chunk of the arena has, at most.
+  constexpr int64_t kPartialsATask = kChunk / kPartialElements;
+  int64_t partials = 0;
+  std::vector<int64_t> firsts;  // the number of each segment's first partial; then the end
+  for (int64_t i = 0; i < layout.num_segments; ++i) {
+    firsts.push_back(partials);
+    partials += NumPartials(layout.segments[i].size);
+  }
+  firsts.push_back(partials);
+  const int64_t tasks = (partials + kPartialsATask - 1) / kPartialsATask;
+  return ForEachChunk(
+      pool, tasks * layout.members,
+      [layout, workspace, sum, firsts = std::move(firsts), tasks, partials](int64_t task) {
+        const int64_t member = task / tasks;
+        int64_t partial = task % tasks * kPartialsATask;
+        const int64_t end = std::min(partial + kPartialsATask, partials);
+        int64_t i = std::upper_bound(firsts.begin(), firsts.end(), partial) - firsts.begin() - 1;
+        int32_t* words =
+            workspace.data == nullptr ? nullptr : workspace.data + member * workspace.stride;
+        for (; partial < end; ++partial) {
+          while (firsts[i + 1] <= partial) ++i;
+          const Segment& segment = layout.segments[i];
+          double sums[kPartialChunks] = {};
+          const int64_t first = (partial - firsts[i]) * kPartialElements;
+          for (int64_t c = 0; c < kPartialChunks; ++c) {
+            const int64_t low = first + c * kChunkElements;
+            const int64_t high = std::min(low + kChunkElements, segment.size);
+            if (low < high)
+              sums[c] = sum(member, segment, segment.start + low, segment.start + high);
+          }
+          if (words == nullptr) continue;
+          PartialsOf(words, layout.num_segments)[partial] = SumOfEight(sums);
+          if (partial == firsts[i]) words[i] = static_cast<int32_t>(partial);
+          if (partial + 1 == partials) words[layout.num_segments] = static_cast<int32_t>(partials);
+        }
+      });
+}
+
+ffi::Future Norms(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  NormsCall call = DecodeNorms(decoder);
+  if (!decoder.ok()) return Failed(decoder.error());
+  const Layout layout = call.layout;
+  const Workspace workspace = call.operands.workspace;
+  return ForEachPartial(
+      pool, layout, workspace,
+      [call = std::move(call)](int64_t member, const Segment& segment, int64_t low, int64_t high) {
+        const NormsOperands& operands = call.operands;
+        LeafType type;
+        const void* gradient =
+            GradientElement(operands.gradients, call.layout.is_double, member, segment, low, type);
+        const int t = static_cast<int>(type);
+        const double sum = BestCpuKernels().chunk_sum[t](gradient, high - low);
+        // The sum is finite where all elements are, or large float64 ones overflow in it.
+        if (operands.flag && IsNonFinite(sum) &&
+            BestCpuKernels().non_finite[t](gradient, high - low)) {
+          AtomicMin(operands.ints + member * kInts + kFirstBad,
+                    static_cast<int32_t>(operands.first_leaf + segment.leaf));
+        }
+        return sum;
+      });
+}
+
+ffi::Future AccumulateGradients(ffi::ThreadPool pool, ffi::RemainingArgs args,
+                                ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  NormsCall call = DecodeAccumulate(decoder);
+  if (!decoder.ok()) return Failed(decoder.error());
+  const Layout layout = call.layout;
+  const Workspace workspace = call.operands.workspace;
+  return ForEachPartial(
+      pool, layout, workspace,
+      [call = std::move(call)](int64_t member, const Segment& segment, int64_t low, int64_t high) {
+        const NormsOperands& operands = call.operands;
+        const bool is_double = call.layout.is_double;
+        int32_t* ints = operands.ints + member * kInts;
+        LeafType type;
+        const void* gradient =
+            GradientElement(operands.gradients, is_double, member, segment, low, type);
+        void* sum =
+            Offset(operands.accumulator, (member * call.layout.size + low) * ArenaItem(is_double));
+        const bool bad = BestCpuKernels().accumulate[is_double][static_cast<int>(type)](
+            gradient, sum, high - low, ints[kMicro] == 0);
+        if (operands.flag && bad)
+          AtomicMin(ints + kFirstBad, static_cast<int32_t>(operands.first_leaf + segment.leaf));
+        if (operands.workspace.data == nullptr) return 0.0;
+        const LeafType arena_type = is_double ? LeafType::kF64 : LeafType::kF32;
+        return BestCpuKernels().chunk_sum[static_cast<int>(arena_type)](sum, high - low);
+      });
+}
+
+template <typename Rule, UpdateKind kKind>
+ffi::Future UpdateNorms(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  UpdateNormsCall call = DecodeUpdateNorms(decoder, Rule::kMoments);
+  if (!decoder.ok()) return Failed(decoder.error());
+  const Layout layout = call.layout;
+  const Workspace workspace = call.workspace;
+  const auto& kernels =
+      BestCpuKernels()
+          .chunk_update_sum[layout.is_double][call.floats.is_double][static_cast<int>(kKind)];
+  return ForEachPartial(pool, layout, workspace,
+                        [call = std::move(call), &kernels](int64_t member, const Segment& segment,
+                                                           int64_t low, int64_t high) {
+                          const TypedStretch own = StretchOf(
+                              call.layout, call.floats, call.operands, member, segment, low, high);
+                          return kernels[static_cast<int>(own.type)](own.stretch);
+                        });
+}
+
+ffi::Future LerpArenas(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  LerpCall call = DecodeLerp(decoder);
+  if (!decoder.ok()) return Failed(decoder.error());
+  const int64_t chunks = NumChunks(call.layout);
+  return ForEachChunk(pool, chunks, [call = std::move(call)](int64_t chunk) {
+    const LerpOperands& operands = call.operands;
+    const bool is_double = call.layout.is_double;
+    const int64_t item = ArenaItem(is_double);
+    ForEachStretch(
+        call.layout, chunk, [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
+          const double tau = FloatAt({operands.taus, 0, is_double, 0},
+                                     member * operands.taus_stride + segment.group);
+          if (tau == 0) return;
+          LeafType type = is_double ? LeafType::kF64 : LeafType::kF32;
+          const void* target = nullptr;
+          if (operands.source == LerpSource::kArena) {
+            target = Offset(operands.arena, (member * operands.arena_stride + low) * item);
+          } else if (operands.source == LerpSource::kLeaves) {
+            const Leaf& leaf = operands.leaves[segment.leaf];
+            type = leaf.type;
+            target = LeafElement(leaf, member, segment, low);
+          }
+          for (void* data : operands.targets) {
+            BestCpuKernels().lerp[is_double][static_cast<int>(type)](
+                Offset(data, (member * call.layout.size + low) * item), target, high - low, tau);
           }
         });
   });
@@ -182,21 +345,24 @@ ffi::Future Pack(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRe
   });
 }
 
+template <typename S>
+void DeriveGroups(const StepDecision& decision, int64_t num_groups, S* floats) {
+  for (int64_t group = 0; group < num_groups; ++group)
+    DeriveGroup(decision, floats + RowStart(group));
+}
+
 ffi::Error Prologue(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   Decoder decoder(args, rets, attributes);
   const PrologueCall call = DecodePrologue(decoder);
   if (!decoder.ok()) return decoder.error();
   KeepSubnormals keep;
   const auto run = [&](auto* floats) {
-    const int64_t stride = (1 + call.num_groups) * kRow;
-    for (int64_t member = 0; member < decoder.members(); ++member, floats += stride) {
+    for (int64_t member = 0; member < decoder.members(); ++member) {
       int32_t* ints = call.ints + member * kInts;
       const StepDecision decision = DecideStep(ints);
-      AdvanceCounters(decision, ints);
-      floats[kApply] = decision.apply ? 1 : 0;
-      for (int64_t group = 0; group < call.num_groups; ++group) {
-        DeriveGroup(decision, floats + (1 + group) * kRow);
-      }
+      AdvanceState(decision, kNoNorm, floats, ints);
+      DeriveGroups(decision, call.num_groups, floats);
+      floats += RowStart(call.num_groups);
     }
   };
   if (call.is_double) {
@@ -207,19 +373,102 @@ ffi::Error Prologue(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
   return ffi::Error::Success();
 }
 
+// Calls f(segment, sum) for each segment of a member's workspace, in order.
+template <typename F>
+void ForEachSum(const Workspace& workspace, int64_t member, const F& f) {
+  int32_t* words = workspace.data + member * workspace.stride;
+  const double* partials = PartialsOf(words, workspace.num_segments);
+  for (int64_t i = 0; i < workspace.num_segments; ++i) {
+    PairwiseSum sum;
+    for (int32_t p = words[i]; p < words[i + 1]; ++p) sum.Push(partials[p]);
+    f(i, sum.Total());
+  }
+}
+
+// The sum over all segments of workspaces [low, high) of a member.
+double SumOfSegments(const Workspaces& all, int low, int high, int64_t member) {
+  PairwiseSum sum;
+  for (int k = low; k < high; ++k)
+    ForEachSum(all.each[k], member, [&](int64_t, double own) { sum.Push(own); });
+  return sum.Total();
+}
+
+template <typename S>
+void FinishMember(const FinishOperands& operands, int64_t member) {
+  const Workspaces& all = operands.workspaces;
+  S* floats = static_cast<S*>(operands.floats) + member * RowStart(operands.num_groups);
+  int32_t* ints = operands.ints + member * kInts;
+  const StepDecision decision = DecideStep(ints);
+  const double sum = SumOfSegments(all, 0, all.gradients, member);
+  const double divisor = AdvanceState(decision, sum, floats, ints);
+  if (all.count > all.gradients) {
+    const double weights = SumOfSegments(all, all.gradients, all.count, member);
+    floats[kParamNorm] = static_cast<S>(SquareRoot(weights));
+  }
+  DeriveGroups(decision, operands.num_groups, floats);
+  for (int k = 0; k < all.gradients; ++k) {
+    if (operands.norms[k] == nullptr) continue;
+    S* norms = static_cast<S*>(operands.norms[k]) + member * all.each[k].num_segments;
+    ForEachSum(all.each[k], member, [&](int64_t i, double own) {
+      norms[i] = static_cast<S>(SquareRoot(own) / divisor);
+    });
+  }
+}
+
+template <typename S>
+void FinishMemberUpdate(const FinishOperands& operands, int64_t member) {
+  S* floats = static_cast<S*>(operands.floats) + member * RowStart(operands.num_groups);
+  const double sum = SumOfSegments(operands.workspaces, 0, operands.workspaces.count, member);
+  floats[kUpdateNorm] = floats[kApply] == S(0) ? S(0) : static_cast<S>(SquareRoot(sum));
+}
+
+ffi::Error Finish(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  const FinishOperands operands = DecodeFinish(decoder);
+  if (!decoder.ok()) return decoder.error();
+  KeepSubnormals keep;
+  for (int64_t member = 0; member < operands.members; ++member)
+    (operands.is_double ? FinishMember<double> : FinishMember<float>)(operands, member);
+  return ffi::Error::Success();
+}
+
+ffi::Error FinishUpdate(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  const FinishOperands operands = DecodeFinishUpdate(decoder);
+  if (!decoder.ok()) return decoder.error();
+  KeepSubnormals keep;
+  for (int64_t member = 0; member < operands.members; ++member)
+    (operands.is_double ? FinishMemberUpdate<double> : FinishMemberUpdate<float>)(operands, member);
+  return ffi::Error::Success();
+}
+
 auto Bind() {
   return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs();
 }
+
+// For what is too little work for a pool.
+auto BindInline() { return ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs(); }
 
 XLA_FFI_DEFINE_HANDLER(kUpdateSgd, (Update<Sgd, UpdateKind::kSgd>), Bind());
 XLA_FFI_DEFINE_HANDLER(kUpdateMomentum, (Update<Momentum, UpdateKind::kMomentum>), Bind());
 XLA_FFI_DEFINE_HANDLER(kUpdateNesterov, (Update<Nesterov, UpdateKind::kNesterov>), Bind());
 XLA_FFI_DEFINE_HANDLER(kUpdateAdam, (Update<Adam, UpdateKind::kAdam>), Bind());
+XLA_FFI_DEFINE_HANDLER(kUpdateNormsSgd, (UpdateNorms<Sgd, UpdateKind::kSgd>), Bind());
+XLA_FFI_DEFINE_HANDLER(kUpdateNormsMomentum, (UpdateNorms<Momentum, UpdateKind::kMomentum>),
+                       Bind());
+XLA_FFI_DEFINE_HANDLER(kUpdateNormsNesterov, (UpdateNorms<Nesterov, UpdateKind::kNesterov>),
+                       Bind());
+XLA_FFI_DEFINE_HANDLER(kUpdateNormsAdam, (UpdateNorms<Adam, UpdateKind::kAdam>), Bind());
 XLA_FFI_DEFINE_HANDLER(kStatistics, Statistics, Bind());
+XLA_FFI_DEFINE_HANDLER(kNorms, Norms, Bind());
+XLA_FFI_DEFINE_HANDLER(kAccumulate, AccumulateGradients, Bind());
+XLA_FFI_DEFINE_HANDLER(kLerp, LerpArenas, Bind());
 XLA_FFI_DEFINE_HANDLER(kUnpack, Unpack, Bind());
 XLA_FFI_DEFINE_HANDLER(kPack, Pack, Bind());
-XLA_FFI_DEFINE_HANDLER(kPrologue, Prologue,
-                       ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(kPrologue, Prologue, BindInline());
+XLA_FFI_DEFINE_HANDLER(kFinish, Finish, BindInline());
+XLA_FFI_DEFINE_HANDLER(kFinishUpdate, FinishUpdate, BindInline());
 
 }  // namespace
 
@@ -228,10 +477,19 @@ std::vector<HandlerEntry> CpuHandlers() {
           {"jaxrenaissance_update_momentum_v1", "execute", kUpdateMomentum},
           {"jaxrenaissance_update_nesterov_v1", "execute", kUpdateNesterov},
           {"jaxrenaissance_update_adam_v1", "execute", kUpdateAdam},
+          {"jaxrenaissance_update_norms_sgd_v1", "execute", kUpdateNormsSgd},
+          {"jaxrenaissance_update_norms_momentum_v1", "execute", kUpdateNormsMomentum},
+          {"jaxrenaissance_update_norms_nesterov_v1", "execute", kUpdateNormsNesterov},
+          {"jaxrenaissance_update_norms_adam_v1", "execute", kUpdateNormsAdam},
           {"jaxrenaissance_statistics_v1", "execute", kStatistics},
+          {"jaxrenaissance_norms_v1", "execute", kNorms},
+          {"jaxrenaissance_accumulate_v1", "execute", kAccumulate},
+          {"jaxrenaissance_lerp_v1", "execute", kLerp},
           {"jaxrenaissance_unpack_v1", "execute", kUnpack},
           {"jaxrenaissance_pack_v1", "execute", kPack},
-          {"jaxrenaissance_prologue_v1", "execute", kPrologue}};
+          {"jaxrenaissance_prologue_v1", "execute", kPrologue},
+          {"jaxrenaissance_finish_v1", "execute", kFinish},
+          {"jaxrenaissance_finish_update_v1", "execute", kFinishUpdate}};
 }
 
 const char* CpuInstructionSet() { return BestCpuKernels().name; }

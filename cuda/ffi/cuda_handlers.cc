@@ -27,8 +27,43 @@ ffi::Error Update(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   Decoder decoder(args, rets, attributes);
   const UpdateCall call = DecodeUpdate(decoder, kMoments);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchUpdate(kKind, call.layout, call.floats, call.weights, call.moments,
-                              call.gradients, stream));
+  return Checked(LaunchUpdate(kKind, call.layout, call.floats, call.operands, stream));
+}
+
+template <UpdateKind kKind, int kMoments>
+ffi::Error UpdateNorms(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  const UpdateNormsCall call = DecodeUpdateNorms(decoder, kMoments);
+  if (!decoder.ok()) return decoder.error();
+  return Checked(
+      LaunchUpdateNorms(kKind, call.layout, call.floats, call.operands, call.workspace, stream));
+}
+
+template <NormsCall (*kDecode)(Decoder&)>
+ffi::Error Norms(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  const NormsCall call = kDecode(decoder);
+  if (!decoder.ok()) return decoder.error();
+  return Checked(LaunchNorms(call.layout, call.operands, stream));
+}
+
+template <FinishOperands (*kDecode)(Decoder&)>
+ffi::Error Finish(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  const FinishOperands operands = kDecode(decoder);
+  if (!decoder.ok()) return decoder.error();
+  return Checked(LaunchFinish(operands, stream));
+}
+
+ffi::Error Lerp(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  const LerpCall call = DecodeLerp(decoder);
+  if (!decoder.ok()) return decoder.error();
+  return Checked(LaunchLerp(call.layout, call.operands, stream));
 }
 
 ffi::Error Statistics(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -84,6 +119,11 @@ cudaError_t PreloadUpdateOf() {
   return PreloadUpdate(kKind);
 }
 
+template <UpdateKind kKind>
+cudaError_t PreloadUpdateNormsOf() {
+  return PreloadUpdateNorms(kKind);
+}
+
 auto Bind() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -100,36 +140,51 @@ auto BindInitialize() {
   XLA_FFI_DEFINE_HANDLER(kExecute##op, impl, Bind(), {ffi::Traits::kCmdBufferCompatible}); \
   XLA_FFI_DEFINE_HANDLER(kInitialize##op, Initialize<preload>, BindInitialize())
 
-JR_DEFINE_OP(UpdateSgd, (Update<UpdateKind::kSgd, 0>), PreloadUpdateOf<UpdateKind::kSgd>);
-JR_DEFINE_OP(UpdateMomentum, (Update<UpdateKind::kMomentum, 1>),
-             PreloadUpdateOf<UpdateKind::kMomentum>);
-JR_DEFINE_OP(UpdateNesterov, (Update<UpdateKind::kNesterov, 1>),
-             PreloadUpdateOf<UpdateKind::kNesterov>);
-JR_DEFINE_OP(UpdateAdam, (Update<UpdateKind::kAdam, 2>), PreloadUpdateOf<UpdateKind::kAdam>);
+#define JR_DEFINE_RULE(rule, moments)                                          \
+  JR_DEFINE_OP(Update##rule, (Update<UpdateKind::k##rule, moments>),           \
+               PreloadUpdateOf<UpdateKind::k##rule>);                          \
+  JR_DEFINE_OP(UpdateNorms##rule, (UpdateNorms<UpdateKind::k##rule, moments>), \
+               PreloadUpdateNormsOf<UpdateKind::k##rule>)
+
+JR_DEFINE_RULE(Sgd, 0);
+JR_DEFINE_RULE(Momentum, 1);
+JR_DEFINE_RULE(Nesterov, 1);
+JR_DEFINE_RULE(Adam, 2);
 JR_DEFINE_OP(Statistics, Statistics, PreloadStatistics);
+JR_DEFINE_OP(Norms, Norms<DecodeNorms>, PreloadNorms);
+JR_DEFINE_OP(Accumulate, Norms<DecodeAccumulate>, PreloadAccumulate);
+JR_DEFINE_OP(Finish, Finish<DecodeFinish>, PreloadFinish);
+JR_DEFINE_OP(FinishUpdate, Finish<DecodeFinishUpdate>, PreloadFinish);
+JR_DEFINE_OP(Lerp, Lerp, PreloadLerp);
 JR_DEFINE_OP(Unpack, Unpack, PreloadPacking);
 JR_DEFINE_OP(Pack, Pack, PreloadPacking);
 JR_DEFINE_OP(Prologue, Prologue, PreloadPrologue);
 
 }  // namespace
 
+#define JR_ENTRIES(name, op)                                    \
+  {"jaxrenaissance_" name "_v1", "execute", kExecute##op}, {    \
+    "jaxrenaissance_" name "_v1", "initialize", kInitialize##op \
+  }
+
 std::vector<HandlerEntry> CudaHandlers() {
-  return {{"jaxrenaissance_update_sgd_v1", "execute", kExecuteUpdateSgd},
-          {"jaxrenaissance_update_sgd_v1", "initialize", kInitializeUpdateSgd},
-          {"jaxrenaissance_update_momentum_v1", "execute", kExecuteUpdateMomentum},
-          {"jaxrenaissance_update_momentum_v1", "initialize", kInitializeUpdateMomentum},
-          {"jaxrenaissance_update_nesterov_v1", "execute", kExecuteUpdateNesterov},
-          {"jaxrenaissance_update_nesterov_v1", "initialize", kInitializeUpdateNesterov},
-          {"jaxrenaissance_update_adam_v1", "execute", kExecuteUpdateAdam},
-          {"jaxrenaissance_update_adam_v1", "initialize", kInitializeUpdateAdam},
-          {"jaxrenaissance_statistics_v1", "execute", kExecuteStatistics},
-          {"jaxrenaissance_statistics_v1", "initialize", kInitializeStatistics},
-          {"jaxrenaissance_unpack_v1", "execute", kExecuteUnpack},
-          {"jaxrenaissance_unpack_v1", "initialize", kInitializeUnpack},
-          {"jaxrenaissance_pack_v1", "execute", kExecutePack},
-          {"jaxrenaissance_pack_v1", "initialize", kInitializePack},
-          {"jaxrenaissance_prologue_v1", "execute", kExecutePrologue},
-          {"jaxrenaissance_prologue_v1", "initialize", kInitializePrologue}};
+  return {JR_ENTRIES("update_sgd", UpdateSgd),
+          JR_ENTRIES("update_momentum", UpdateMomentum),
+          JR_ENTRIES("update_nesterov", UpdateNesterov),
+          JR_ENTRIES("update_adam", UpdateAdam),
+          JR_ENTRIES("update_norms_sgd", UpdateNormsSgd),
+          JR_ENTRIES("update_norms_momentum", UpdateNormsMomentum),
+          JR_ENTRIES("update_norms_nesterov", UpdateNormsNesterov),
+          JR_ENTRIES("update_norms_adam", UpdateNormsAdam),
+          JR_ENTRIES("statistics", Statistics),
+          JR_ENTRIES("norms", Norms),
+          JR_ENTRIES("accumulate", Accumulate),
+          JR_ENTRIES("finish", Finish),
+          JR_ENTRIES("finish_update", FinishUpdate),
+          JR_ENTRIES("lerp", Lerp),
+          JR_ENTRIES("unpack", Unpack),
+          JR_ENTRIES("pack", Pack),
+          JR_ENTRIES("prologue", Prologue)};
 }
 
 }  // namespace jaxrenaissance

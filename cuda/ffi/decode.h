@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/operands.h"
+#include "core/reduction.h"
 #include "core/scalars.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -76,6 +77,13 @@ class Decoder {
     return {buffer->untyped_data(), is_shared ? 0 : layout.size};
   }
 
+  // The next operand as an arena that each member has one of.
+  void* ReadWholeArena(const Layout& layout, const char* name) {
+    const Arena arena = ReadArena(layout, name);
+    Require(arena.stride == layout.size, std::string(name) + " are shared by members");
+    return arena.data;
+  }
+
   // The next operand as an arena that result `index` updates in place: XLA has made them one, or
   // has copied before.
   void* ReadInPlaceArena(const Layout& layout, int64_t index, const char* name) {
@@ -100,7 +108,8 @@ class Decoder {
     const bool is_double = buffer->element_type() == ffi::DataType::F64;
     Require(is_double || buffer->element_type() == ffi::DataType::F32,
             "floats are not float32 or float64");
-    return {buffer->untyped_data(), is_shared ? 0 : count, is_double, count / kRow - 1};
+    Require(count >= kHeader && (count - kHeader) % kRow == 0, "floats are not a header and rows");
+    return {buffer->untyped_data(), is_shared ? 0 : count, is_double, (count - kHeader) / kRow};
   }
 
   int32_t* ReadInPlaceInts(int64_t index) {
@@ -112,6 +121,67 @@ class Decoder {
     }
     CheckInPlace(index, buffer->untyped_data(), "ints");
     return static_cast<int32_t*>(buffer->untyped_data());
+  }
+
+  // Result `index` as a workspace for the partials of a layout.
+  Workspace ResultWorkspace(const Layout& layout, int64_t index) {
+    Workspace workspace{nullptr, 0, layout.num_segments, 0};
+    for (int64_t i = 0; i < layout.num_segments; ++i)
+      workspace.num_partials += NumPartials(layout.segments[i].size);
+    workspace.stride = PartialsStart(workspace.num_segments) + 2 * workspace.num_partials;
+    const std::optional<ffi::AnyBuffer> buffer = Output(index);
+    if (!buffer) return {};
+    if (buffer->element_type() != ffi::DataType::S32 ||
+        static_cast<int64_t>(buffer->element_count()) != members() * workspace.stride) {
+      Fail("the workspace has another size or type than the layout wants");
+    }
+    workspace.data = static_cast<int32_t*>(buffer->untyped_data());
+    return workspace;
+  }
+
+  // The next operand as a workspace of so many segments that result `index` updates in place.
+  Workspace ReadInPlaceWorkspace(int64_t num_segments, int64_t index) {
+    const std::optional<ffi::AnyBuffer> buffer = Argument(next_++);
+    if (!buffer) return {};
+    Workspace workspace{static_cast<int32_t*>(buffer->untyped_data()), 0, num_segments, 0};
+    workspace.stride =
+        static_cast<int64_t>(buffer->element_count()) / std::max<int64_t>(members(), 1);
+    workspace.num_partials = (workspace.stride - PartialsStart(num_segments)) / 2;
+    if (buffer->element_type() != ffi::DataType::S32 || num_segments < 0 ||
+        (members() > 0 && workspace.num_partials < num_segments)) {
+      Fail("a workspace has another size or type than its segments want");
+    }
+    CheckInPlace(index, workspace.data, "a workspace");
+    return workspace;
+  }
+
+  // Result `index` as one number a segment, of the scalars' type.
+  void* ResultNorms(int64_t num_segments, bool is_double, int64_t index) {
+    const std::optional<ffi::AnyBuffer> buffer = Output(index);
+    if (!buffer) return nullptr;
+    if (buffer->element_type() != (is_double ? ffi::DataType::F64 : ffi::DataType::F32) ||
+        static_cast<int64_t>(buffer->element_count()) != members() * num_segments) {
+      Fail("norms by segment have another size or type than the segments");
+    }
+    return buffer->untyped_data();
+  }
+
+  struct Taus {
+    const void* data;
+    int64_t stride;
+    int64_t count;
+  };
+
+  // The next operand as numbers of the layout's type.
+  Taus ReadTaus(const Layout& layout) {
+    const bool is_shared = IsShared(next_);
+    const std::optional<ffi::AnyBuffer> buffer = Argument(next_++);
+    if (!buffer) return {};
+    Require(buffer->element_type() == (layout.is_double ? ffi::DataType::F64 : ffi::DataType::F32),
+            "taus have another type than the arena");
+    const int64_t sharers = is_shared ? 1 : std::max<int64_t>(members(), 1);
+    const int64_t count = static_cast<int64_t>(buffer->element_count()) / sharers;
+    return {buffer->untyped_data(), is_shared ? 0 : count, count};
   }
 
   // Every segment lies in the arena and names a leaf and a group that are there. Without leaves or

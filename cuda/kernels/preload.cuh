@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <initializer_list>
+
 namespace jaxrenaissance {
 
 // Loads the kernels on the current device.
@@ -13,6 +15,14 @@ cudaError_t PreloadKernels(Kernels... kernels) {
     cudaFuncAttributes attributes;
     const cudaError_t error = cudaFuncGetAttributes(&attributes, function);
     if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// Calls each until one fails.
+inline cudaError_t FirstError(std::initializer_list<cudaError_t (*)()> preloads) {
+  for (const auto preload : preloads) {
+    if (const cudaError_t error = preload(); error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }

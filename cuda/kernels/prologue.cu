@@ -10,17 +10,13 @@ constexpr int kPrologueThreads = 32;
 
 template <typename S>
 __global__ void PrologueKernel(S* floats, int32_t* ints, int64_t num_groups) {
-  floats += blockIdx.x * (1 + num_groups) * kRow;
+  floats += blockIdx.x * RowStart(num_groups);
   ints += static_cast<int64_t>(blockIdx.x) * kInts;
   const StepDecision decision = DecideStep(ints);
   __syncthreads();  // every thread has read the counters before one advances them
-  if (threadIdx.x == 0) {
-    AdvanceCounters(decision, ints);
-    floats[kApply] = decision.apply ? S(1) : S(0);
-  }
-  for (int64_t group = threadIdx.x; group < num_groups; group += kPrologueThreads) {
-    DeriveGroup(decision, floats + (1 + group) * kRow);
-  }
+  if (threadIdx.x == 0) AdvanceState(decision, kNoNorm, floats, ints);
+  for (int64_t group = threadIdx.x; group < num_groups; group += kPrologueThreads)
+    DeriveGroup(decision, floats + RowStart(group));
 }
 
 }  // namespace

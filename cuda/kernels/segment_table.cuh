@@ -93,14 +93,12 @@ __device__ __forceinline__ Place FindPlace(const SegmentTable<kCapacity>& table,
   return place;
 }
 
-// Calls f with a typed pointer to the place's first element. T is the arena's type: a float32 arena
-// has no float64 leaves.
-template <typename T, int kCapacity, typename F>
-__device__ __forceinline__ void WithLeaf(const SegmentTable<kCapacity>& table, const Place& place,
-                                         uint32_t member, const F& f) {
-  const int64_t element = place.within + static_cast<int64_t>(member) * table.stride[place.segment];
-  void* data = table.data[place.segment];
-  switch (place.type()) {
+// Calls f with a typed pointer to element `element` of a leaf. T is the arena's type: a float32
+// arena has no float64 leaves.
+template <typename T, typename F>
+__device__ __forceinline__ void WithElement(void* data, LeafType type, int64_t element,
+                                            const F& f) {
+  switch (type) {
     case LeafType::kF32:
       return f(static_cast<float*>(data) + element);
     case LeafType::kBf16:
@@ -112,13 +110,21 @@ __device__ __forceinline__ void WithLeaf(const SegmentTable<kCapacity>& table, c
   }
 }
 
-// Fills table for segments [first, first + count) of a layout. `leaves` may be empty: then the
-// gradient is an arena.
-template <typename T, int kCapacity>
-bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, int64_t first,
-               int64_t count, int64_t tile, SegmentTable<kCapacity>& table) {
+// Calls f with a typed pointer to the place's first element.
+template <typename T, int kCapacity, typename F>
+__device__ __forceinline__ void WithLeaf(const SegmentTable<kCapacity>& table, const Place& place,
+                                         uint32_t member, const F& f) {
+  return WithElement<T>(table.data[place.segment], place.type(),
+                        place.within + static_cast<int64_t>(member) * table.stride[place.segment],
+                        f);
+}
+
+// Fills what a table says of segments [first, first + count) of a layout: start, meta, stride and
+// data. `leaves` may be empty: then the gradient is an arena.
+template <typename T, typename Table>
+bool FillSegments(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, int64_t first,
+                  int64_t count, Table& table) {
   const Segment* segments = layout.segments + first;
-  const bool last_launch = first + count == layout.num_segments;
   for (int64_t i = 0; i < count; ++i) {
     const Segment& segment = segments[i];
     const int64_t lines = (segment.size + kLine<T> - 1) / kLine<T>;
@@ -141,6 +147,16 @@ bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, i
                     static_cast<uint32_t>(type) << 5 |
                     static_cast<uint32_t>(tag == Tag::kGroup ? segment.group : segment.leaf) << 7;
   }
+  return true;
+}
+
+// Fills table for segments [first, first + count) of a layout, in tiles of `tile` elements.
+template <typename T, int kCapacity>
+bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, int64_t first,
+               int64_t count, int64_t tile, SegmentTable<kCapacity>& table) {
+  if (!FillSegments<T>(layout, leaves, tag, first, count, table)) return false;
+  const Segment* segments = layout.segments + first;
+  const bool last_launch = first + count == layout.num_segments;
   const int64_t low = first == 0 ? 0 : segments[0].start;
   const int64_t high = last_launch ? layout.size : segments[count].start;
   const int64_t first_tile = low / tile;

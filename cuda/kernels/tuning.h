@@ -23,6 +23,7 @@ constexpr int kStatisticsVectors = 8;
 constexpr int kSmallTable = 64;
 constexpr int kMediumTable = 448;
 constexpr int kLargeTable = 1536;
+constexpr int kLargePartialTable = 1280;  // of a reduction, whose table says more of a segment
 
 // Buckets of consecutive tiles: a first guess at the segment, before the search.
 constexpr int kBuckets = 256;

@@ -1,0 +1,188 @@
+// finish: partials to norms, a block a segment; the last block to end adds up the segments, and
+// advances the scalars.
+#include "core/prologue.h"
+#include "core/reduction.h"
+#include "kernels/launch.h"
+#include "kernels/preload.cuh"
+#include "kernels/tuning.h"
+
+namespace jaxrenaissance {
+namespace {
+
+constexpr int kWarps = kThreads / 32;
+
+// The sum of get(0 … n - 1), pairwise in order, in thread 0.
+template <typename F>
+__device__ double BlockSum(int64_t n, const F& get) {
+  // Each thread has a stretch of a power of two, so that its sum is a node of the tree.
+  int64_t stretch = 1;
+  while (stretch * kThreads < n) stretch *= 2;
+  const int64_t low = threadIdx.x * stretch;
+  const int64_t high = low + stretch < n ? low + stretch : n;
+  double sum = 0.0;
+  if (stretch < 8) {
+    PairwiseSum pairwise;
+    for (int64_t i = low; i < high; ++i) pairwise.Push(get(i));
+    sum = pairwise.Total();
+  } else {
+    PairwiseSum pairwise;
+    for (int64_t i = low; i < high; i += 8) {  // loads in flight together
+      double x[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[j] = i + j < high ? get(i + j) : 0.0;
+      pairwise.Push(SumOfEight(x));
+    }
+    sum = pairwise.Total();
+  }
+#pragma unroll
+  for (int h = 1; h < 32; h *= 2) sum += __shfl_down_sync(~0u, sum, h);
+  __shared__ double warps[kWarps];
+  __syncthreads();  // the sum before has been read
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  static_assert(kWarps == 8);
+  return SumOfEight(warps);
+}
+
+// A segment, of those of all workspaces in order.
+struct SegmentPlace {
+  int workspace;
+  int64_t segment;
+};
+
+__device__ __forceinline__ SegmentPlace FindSegment(const Workspaces& all, int64_t number) {
+  int k = 0;
+  while (number >= all.each[k].num_segments) number -= all.each[k++].num_segments;
+  return {k, number};
+}
+
+// Where a segment's sum is kept: its first partial, once these have been added up.
+__device__ __forceinline__ double* SumOfSegment(const Workspaces& all, SegmentPlace place,
+                                                int64_t member) {
+  const Workspace& own = all.each[place.workspace];
+  int32_t* data = own.data + member * own.stride;
+  return PartialsOf(data, own.num_segments) + data[place.segment];
+}
+
+// Adds up the block's segment. Whether this was the last block of its member to do so.
+template <typename S>
+__device__ bool FinishSegment(const Workspaces& all, int64_t total, int64_t number, int64_t member,
+                              S* floats) {
+  if (number < total) {
+    const SegmentPlace place = FindSegment(all, number);
+    const Workspace& own = all.each[place.workspace];
+    const int32_t* first = own.data + member * own.stride + place.segment;
+    double* partials = SumOfSegment(all, place, member);
+    const double sum = BlockSum(first[1] - first[0], [&](int64_t i) { return partials[i]; });
+    __syncthreads();  // all partials have been read before the first is overwritten
+    if (threadIdx.x == 0) *partials = sum;
+  }
+  __shared__ bool is_last;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    // In the state's own scalars, which are never uninitialised, unlike a workspace of XLA's.
+    auto* blocks = reinterpret_cast<uint32_t*>(floats + kBlocks);
+    const uint32_t blocks_of_member = static_cast<uint32_t>(total > 0 ? total : 1);
+    is_last = atomicAdd(blocks, 1u) + 1 == blocks_of_member;
+    if (is_last) *blocks = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  return is_last;
+}
+
+// The sum over segments [low, high) of all workspaces, in thread 0.
+__device__ double SumOfSegments(const Workspaces& all, int64_t low, int64_t high, int64_t member) {
+  return BlockSum(high - low, [&](int64_t i) {
+    // Written by other blocks: past the first-level cache.
+    return __ldcg(SumOfSegment(all, FindSegment(all, low + i), member));
+  });
+}
+
+template <typename S>
+struct Norms {
+  S* of_gradients[kMaxArenas];  // one a segment; null where nobody asked
+};
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads)
+    FinishKernel(S* floats, int32_t* ints, int64_t num_groups, const Workspaces all,
+                 int64_t gradient_segments, int64_t total, const Norms<S> norms) {
+  const int64_t blocks = total > 0 ? total : 1;
+  const int64_t member = blockIdx.x / blocks, number = blockIdx.x % blocks;
+  floats += member * RowStart(num_groups);
+  ints += member * kInts;
+  if (!FinishSegment(all, total, number, member, floats)) return;
+
+  const double gradients = SumOfSegments(all, 0, gradient_segments, member);
+  const bool has_weights = all.count > all.gradients;
+  const double weights = has_weights ? SumOfSegments(all, gradient_segments, total, member) : 0.0;
+  __shared__ double divisor;
+  __shared__ StepDecision decision;
+  if (threadIdx.x == 0) {
+    decision = DecideStep(ints);
+    divisor = AdvanceState(decision, gradients, floats, ints);
+    if (has_weights) floats[kParamNorm] = static_cast<S>(SquareRoot(weights));
+  }
+  __syncthreads();
+  for (int64_t group = threadIdx.x; group < num_groups; group += kThreads)
+    DeriveGroup(decision, floats + RowStart(group));
+  if (norms.of_gradients[0] == nullptr) return;
+  for (int64_t i = threadIdx.x; i < gradient_segments; i += kThreads) {
+    const SegmentPlace place = FindSegment(all, i);
+    const double sum = __ldcg(SumOfSegment(all, place, member));
+    norms.of_gradients[place.workspace][member * all.each[place.workspace].num_segments +
+                                        place.segment] = static_cast<S>(SquareRoot(sum) / divisor);
+  }
+}
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads)
+    FinishUpdateKernel(S* floats, int64_t num_groups, const Workspaces all, int64_t total) {
+  const int64_t blocks = total > 0 ? total : 1;
+  const int64_t member = blockIdx.x / blocks, number = blockIdx.x % blocks;
+  floats += member * RowStart(num_groups);
+  if (!FinishSegment(all, total, number, member, floats)) return;
+  const double sum = SumOfSegments(all, 0, total, member);
+  if (threadIdx.x == 0)
+    floats[kUpdateNorm] = floats[kApply] == S(0) ? S(0) : static_cast<S>(SquareRoot(sum));
+}
+
+int64_t SegmentsOf(const Workspaces& all, int low, int high) {
+  int64_t sum = 0;
+  for (int k = low; k < high; ++k) sum += all.each[k].num_segments;
+  return sum;
+}
+
+template <typename S>
+cudaError_t Launch(const FinishOperands& operands, cudaStream_t stream) {
+  const Workspaces& all = operands.workspaces;
+  const int64_t total = SegmentsOf(all, 0, all.count);
+  const int64_t blocks = (total > 0 ? total : 1) * operands.members;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  const dim3 grid(static_cast<unsigned>(blocks));
+  S* floats = static_cast<S*>(operands.floats);
+  if (operands.ints == nullptr) {
+    FinishUpdateKernel<<<grid, kThreads, 0, stream>>>(floats, operands.num_groups, all, total);
+  } else {
+    Norms<S> norms{};
+    for (int k = 0; k < kMaxArenas; ++k) norms.of_gradients[k] = static_cast<S*>(operands.norms[k]);
+    FinishKernel<<<grid, kThreads, 0, stream>>>(floats, operands.ints, operands.num_groups, all,
+                                                SegmentsOf(all, 0, all.gradients), total, norms);
+  }
+  return cudaPeekAtLastError();
+}
+
+}  // namespace
+
+cudaError_t LaunchFinish(const FinishOperands& operands, cudaStream_t stream) {
+  return (operands.is_double ? Launch<double> : Launch<float>)(operands, stream);
+}
+
+cudaError_t PreloadFinish() {
+  return PreloadKernels(FinishKernel<float>, FinishKernel<double>, FinishUpdateKernel<float>,
+                        FinishUpdateKernel<double>);
+}
+
+}  // namespace jaxrenaissance
