@@ -46,9 +46,8 @@ def lerp(
 
     Args:
       layout: the layout of all the arenas.
-      taus: a number for each group of the layout's segments, [groups or more]; float32, or float64
-        for a float64 arena.
-      targets: one arena or more; updated in place where donated.
+      taus: a number for each group of the layout's segments, [groups or more], of its dtype.
+      targets: one arena or two; updated in place where donated.
       source: leaves in arena order, in mixed dtypes; an arena; or None for zero.
       backend: "auto", "cpu", "cuda" or "xla".
 
@@ -61,9 +60,9 @@ def lerp(
     least, shape = num_groups(layout), getattr(taus, "shape", ())
     if len(shape) != 1 or shape[0] < least:
         raise ValueError(f"taus: got shape {list(shape)}, wanted [{least}], or more")
-    check_array("taus", taus, shape, sorted({np.dtype("float32"), layout.dtype}, key=str))
-    if not targets:
-        raise ValueError("targets: got none, wanted at least one arena")
+    check_array("taus", taus, shape, (layout.dtype,))
+    if len(targets) not in (1, 2):
+        raise ValueError(f"targets: got {len(targets)}, wanted one arena or two")
     for i, target in enumerate(targets):
         check_arena(f"targets[{i}]", target, layout)
     operands, kind = (), "zero"

@@ -50,4 +50,4 @@ def finish_update(
 
 
 def _total(norms: Sequence[jax.Array]) -> jax.Array:
-    return norm(jnp.concatenate(norms))
+    return norm(jnp.concatenate(norms)) if norms else jnp.zeros(())

@@ -16,7 +16,6 @@ def lerp(
     stretches = runs(layout)
     if not stretches:
         return list(arenas)
-    taus = taus.astype(layout.dtype)
     to = None if source == "zero" else to_arena(rest, layout, source == "arena")
 
     def moved(arena: jax.Array, low: int, high: int, group: int) -> jax.Array:

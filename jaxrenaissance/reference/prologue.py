@@ -31,14 +31,15 @@ def advance(
     cycle_bad = bad | (ints[s.CYCLE_BAD] != 0)
     complete = micro >= ints[s.EVERY]
     apply, skip = complete & ~cycle_bad, complete & cycle_bad
-    step = ints[s.STEP] + apply
+    skipped = skip.astype(jnp.int32)
+    step = ints[s.STEP] + apply.astype(jnp.int32)
     good = ints[s.GOOD_STEPS] + 1
     grow = apply & (good >= ints[s.GROWTH_INTERVAL])
     new_ints = {
         s.STEP: step,
         s.CALLS: ints[s.CALLS] + 1,
-        s.SKIPPED: ints[s.SKIPPED] + skip,
-        s.CONSECUTIVE_SKIPS: jnp.where(apply, 0, ints[s.CONSECUTIVE_SKIPS] + skip),
+        s.SKIPPED: ints[s.SKIPPED] + skipped,
+        s.CONSECUTIVE_SKIPS: jnp.where(apply, 0, ints[s.CONSECUTIVE_SKIPS] + skipped),
         s.FIRST_BAD: jnp.int32(s.NO_LEAF),
         s.LAST_BAD_LEAF: jnp.where(bad, ints[s.FIRST_BAD], ints[s.LAST_BAD_LEAF]),
         s.LAST_BAD_CALL: jnp.where(bad, ints[s.CALLS], ints[s.LAST_BAD_CALL]),
