@@ -120,19 +120,34 @@ def make_floats(
     step: int = 1,
     factor: float = 1.0,
     apply: bool = True,
+    **header: float,
 ) -> np.ndarray:
-    """The scalars as the prologue of this step leaves them; each number is rounded once."""
-    rows = np.zeros((1 + len(numbers), scalars.ROW))
-    rows[0, scalars.APPLY], rows[0, scalars.GRAD_FACTOR] = apply, factor
-    for row, given in zip(rows[1:], numbers, strict=True):
+    """The scalars as the prologue of this step leaves them; each number is rounded once.
+
+    `header` are slots of the header by their names in small letters.
+    """
+    floats = scalars.initial_floats(len(numbers), np.dtype("float64"))
+    floats[[scalars.APPLY, scalars.GRAD_FACTOR]] = apply, factor
+    # What the prologue makes of it is then this factor again.
+    floats[scalars.LOSS_SCALE] = floats[scalars.MIN_SCALE] = 1 / factor
+    for name, value in header.items():
+        floats[getattr(scalars, name.upper())] = value
+    for row, given in zip(group_rows(floats), numbers, strict=True):
         n = {"wd": 0.0, "l2": 0.0, "momentum": 0.0, "b1": 0.9, "b2": 0.999, "eps": 1e-8} | given
+        scale = n.get("scale", 1.0)
         row[scalars.LEARNING_RATE], row[scalars.WEIGHT_DECAY] = n["lr"], n["wd"]
+        row[scalars.LR_SCALE], row[scalars.LR] = scale, n["lr"] * scale
         row[scalars.L2], row[scalars.MOMENTUM] = n["l2"], n["momentum"]
         row[scalars.ONE_MINUS_B1], row[scalars.ONE_MINUS_B2] = 1 - n["b1"], 1 - n["b2"]
         row[scalars.EPS], row[scalars.EPS_ROOT] = n["eps"], n.get("eps_root", 0.0)
-        row[scalars.LR_WD] = n["lr"] * n["wd"]
+        row[scalars.LR_WD] = n["lr"] * scale * n["wd"]
         row[scalars.C1], row[scalars.C2] = 1 / (1 - n["b1"] ** step), 1 / (1 - n["b2"] ** step)
-    return rows.reshape(-1).astype(dtype)
+    return floats.astype(dtype)
+
+
+def group_rows(floats: np.ndarray) -> np.ndarray:
+    """The groups' rows of the scalars, as a view."""
+    return floats[scalars.HEADER :].reshape(-1, scalars.ROW)
 
 
 def expected_update(
@@ -144,6 +159,7 @@ def expected_update(
     *,
     step: int = 1,
     factor: float = 1.0,
+    max_value: float = np.inf,
 ) -> list[np.ndarray]:
     """Weights and moments after one update, in float64 from the formulas; padding stays."""
     new = [np.array(x, np.float64) for x in states]
@@ -151,7 +167,8 @@ def expected_update(
     for group, n in enumerate(numbers):
         here = groups == group
         w, *moments = (x[here] for x in new)
-        g = np.asarray(gradient, np.float64)[here] * factor + n.get("l2", 0.0) * w
+        g = np.clip(np.asarray(gradient, np.float64)[here] * factor, -max_value, max_value)
+        g = g + n.get("l2", 0.0) * w
         if kind == "sgd":
             direction = g
         elif kind == "adam":
@@ -165,7 +182,8 @@ def expected_update(
             m = n["momentum"] * moments[0] + g
             direction = m if kind == "momentum" else n["momentum"] * m + g
             moments = [m]
-        w = w - n["lr"] * n.get("wd", 0.0) * w - n["lr"] * direction
+        lr = n["lr"] * n.get("scale", 1.0)
+        w = w - lr * n.get("wd", 0.0) * w - lr * direction
         for x, value in zip(new, [w, *moments], strict=True):
             x[here] = value
     return new
@@ -187,23 +205,26 @@ def update(
     states: Sequence[object],
     gradients: object,
     *,
+    ema: object = None,
+    gated: bool = False,
     backend: str,
 ) -> list[np.ndarray]:
-    """`ops.update` under jit, NumPy to NumPy: the weights and then the moments."""
-
-    run = _jitted_update(kind, layout, backend)
-    return [np.array(x) for x in run(*jax.device_put((floats, list(states), gradients)))]
+    """`ops.update` under jit, NumPy to NumPy: the weights, the moments and the average, if any."""
+    run = _jitted_update(kind, layout, gated, backend)
+    return [np.array(x) for x in run(*jax.device_put((floats, list(states), gradients, ema)))]
 
 
 @functools.cache
-def _jitted_update(kind: str, layout: ArenaLayout, backend: str) -> Callable[..., list[jax.Array]]:
+def _jitted_update(
+    kind: str, layout: ArenaLayout, gated: bool, backend: str
+) -> Callable[..., list[jax.Array]]:
     @jax.jit
-    def run(floats, states, gradients):
+    def run(floats, states, gradients, ema):
         weights, *moments = states
-        new, moments = ops.update(
-            kind, layout, floats, weights, moments, gradients, backend=backend
+        new, moments, new_ema = ops.update(
+            kind, layout, floats, weights, moments, gradients, ema=ema, gated=gated, backend=backend
         )
-        return [new, *moments]
+        return [new, *moments, *([] if ema is None else [new_ema])]
 
     return run
 

@@ -22,7 +22,7 @@ for kind in ("sgd", "momentum", "nesterov", "adam"):
         leaves = random_leaves(layout, rng)
         with jax.enable_x64(dtype == "float64"):
             floats = make_floats(dtype=dtype, factor=0.5)
-            new, more = ops.update(
+            new, more, _ = ops.update(
                 kind, layout, floats, weights, moments, leaves, backend="cpu"
             )
             copies = ops.unpack(layout, new, [x.dtype for x in leaves], backend="cpu")

@@ -38,7 +38,7 @@ def step_fn(kind, backend, layout=LAYOUT):
         weights, *moments = states
         ints = ops.statistics(layout, ints, gradients, backend=backend)
         floats, ints = ops.prologue(floats, ints, backend=backend)
-        weights, moments = ops.update(
+        weights, moments, _ = ops.update(
             kind, layout, floats, weights, moments, gradients, backend=backend
         )
         return floats, ints, [weights, *moments]
@@ -121,7 +121,7 @@ def test_any_single_operand_may_be_the_one_that_is_batched(batched, backend):
     axes = [0 if i == batched else None for i in range(len(operands))]
 
     def fn(floats, w, m, v, *leaves):
-        w, moments = ops.update("adam", LAYOUT, floats, w, (m, v), leaves, backend=backend)
+        w, moments, _ = ops.update("adam", LAYOUT, floats, w, (m, v), leaves, backend=backend)
         return [w, *moments]
 
     got = run(jax.vmap(fn, axes), *many)

@@ -37,7 +37,7 @@ def step_fn(kind, backend, layout=LAYOUT):
         floats, ints, (weights, *moments) = carry
         ints = ops.statistics(layout, ints, gradients, backend=backend)
         floats, ints = ops.prologue(floats, ints, backend=backend)
-        weights, moments = ops.update(
+        weights, moments, _ = ops.update(
             kind, layout, floats, weights, moments, gradients, backend=backend
         )
         return floats, ints, [weights, *moments]
@@ -284,7 +284,7 @@ def test_one_array_may_be_several_operands(kind, backend):
     wanted = expected_update(kind, LAYOUT, states, states[0], factor=0.5)
 
     def fn(floats, x):
-        new, moments = ops.update(kind, LAYOUT, floats, x, [x] * MOMENTS[kind], x, backend=backend)
+        new, moments, _ = ops.update(kind, LAYOUT, floats, x, [x] * MOMENTS[kind], x, backend=backend)
         return [new, *moments]
 
     for step in jax.jit(fn), jax.jit(fn, donate_argnums=1):
@@ -309,7 +309,7 @@ def donated_step(backend):
         value, grads = jax.value_and_grad(loss)(leaves, x)
         ints = ops.statistics(layout, ints, grads, backend=backend)
         floats, ints = ops.prologue(floats, ints, backend=backend)
-        weights, moments = ops.update(
+        weights, moments, _ = ops.update(
             "adam", layout, floats, weights, (m, v), grads, backend=backend
         )
         return (floats, ints, weights, *moments), value
@@ -374,7 +374,7 @@ def test_new_numbers_and_an_equal_layout_compile_nothing(backend):
         ops.unpack(layout, arena, [x.dtype for x in leaves], backend=backend)
         ints = ops.statistics(layout, put(scalars.initial_ints()), leaves, backend=backend)
         floats, ints = ops.prologue(floats, ints, backend=backend)
-        w, _ = ops.update("momentum", layout, floats, arena, (arena,), leaves, backend=backend)
+        w, _, _ = ops.update("momentum", layout, floats, arena, (arena,), leaves, backend=backend)
         new = jitted(jax.device_put(carry), put_all(gradients[0]))
         return jax.block_until_ready((w, new))
 
@@ -431,7 +431,7 @@ def test_the_xla_backend_is_differentiable():
     gradient, cotangent = rng.normal(size=(2, LAYOUT.size)).astype(np.float32)
 
     def fn(weights, gradient):
-        w, _ = ops.update("momentum", LAYOUT, floats, weights, (m,), gradient, backend="xla")
+        w, _, _ = ops.update("momentum", LAYOUT, floats, weights, (m,), gradient, backend="xla")
         leaves = ops.unpack(LAYOUT, w, [np.float32] * 4, backend="xla")
         return jnp.vdot(ops.pack(LAYOUT, leaves, backend="xla"), cotangent)
 

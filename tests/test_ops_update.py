@@ -227,7 +227,7 @@ def steps(kind, layout, numbers, gradients, count, *, backend, start=0):
             floats, ints, (weights, *moments) = carry
             ints = ops.statistics(layout, ints, gradients, backend=backend)
             floats, ints = ops.prologue(floats, ints, backend=backend)
-            weights, moments = ops.update(
+            weights, moments, _ = ops.update(
                 kind, layout, floats, weights, moments, gradients, backend=backend
             )
             return floats, ints, [weights, *moments]

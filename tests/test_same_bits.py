@@ -17,6 +17,7 @@ from arenas import (
     NUMBERS,
     assert_same_bits,
     group_of_elements,
+    group_rows,
     make_floats,
     make_layout,
     native_backends,
@@ -56,13 +57,13 @@ def wild_states(layout, kind, rng):
 def ieee_update(kind, layout, floats, states, gradient):
     """The update in the arena's own arithmetic: each operation is rounded once, in this order."""
     dtype = layout.dtype.type
-    rows = floats.astype(layout.dtype).reshape(-1, s.ROW)
+    floats = floats.astype(layout.dtype)
     new = [x.copy() for x in states]
-    groups = group_of_elements(layout)
-    for group, row in enumerate(rows[1:]):
+    groups, bound = group_of_elements(layout), floats[s.MAX_VALUE]
+    for group, row in enumerate(group_rows(floats)):
         here = groups == group
         w, *moments = (x[here] for x in states)
-        g = gradient[here] * rows[0, s.GRAD_FACTOR] + row[s.L2] * w
+        g = np.clip(gradient[here] * floats[s.GRAD_FACTOR], -bound, bound) + row[s.L2] * w
         if kind == "sgd":
             u = g
         elif kind == "adam":
@@ -74,7 +75,7 @@ def ieee_update(kind, layout, floats, states, gradient):
             m = row[s.MOMENTUM] * moments[0] + g
             u = m if kind == "momentum" else row[s.MOMENTUM] * m + g
             moments = [m]
-        w = w - (row[s.LR_WD] * w + row[s.LEARNING_RATE] * u)
+        w = w - (row[s.LR_WD] * w + row[s.LR] * u)
         for x, value in zip(new, [w, *moments], strict=True):
             x[here] = value
     return new
@@ -180,7 +181,7 @@ def test_cpu_and_cuda_have_the_same_bits_over_whole_steps(kind, dtype):
             weights, *moments = states
             ints = ops.statistics(layout, ints, leaves, backend=backend)
             floats, ints = ops.prologue(floats, ints, backend=backend)
-            weights, moments = ops.update(
+            weights, moments, _ = ops.update(
                 kind, layout, floats, weights, moments, leaves, backend=backend
             )
             states = [weights, *moments]

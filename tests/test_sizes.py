@@ -89,7 +89,7 @@ def test_21_000_leaves_step_and_the_last_is_looked_at(backend):
     def step(floats, ints, weights, gradients):
         ints = ops.statistics(layout, ints, gradients, backend=backend)
         floats, ints = ops.prologue(floats, ints, backend=backend)
-        new, _ = ops.update("sgd", layout, floats, weights, (), gradients, backend=backend)
+        new, _, _ = ops.update("sgd", layout, floats, weights, (), gradients, backend=backend)
         return ints, new
 
     operands = jax.device_put((make_floats(), scalars.initial_ints(), states[0], gradients))
@@ -197,7 +197,7 @@ def test_a_step_beyond_2_31_elements_reaches_the_last(name, source):
     def step(floats, ints, weights, m, v, gradients):
         ints = ops.statistics(layout, ints, gradients, backend="cuda")
         floats, ints = ops.prologue(floats, ints, backend="cuda")
-        new, moments = ops.update(
+        new, moments, _ = ops.update(
             "adam", layout, floats, weights, (m, v), gradients, backend="cuda"
         )
         return floats, ints, new, *moments
