@@ -1,6 +1,12 @@
 """All of a model's parameters updated in a constant number of kernel launches."""
 
+from .accumulation import Accumulate as Accumulate
 from .check import check as check
+from .gradients import Gradients as Gradients
+from .groups import Group as Group
+from .lerp import lerp as lerp
+from .loss_scale import DynamicLossScale as DynamicLossScale
+from .loss_scale import StaticLossScale as StaticLossScale
 from .native import BackendUnavailable as BackendUnavailable
 from .optimizers import adam as adam
 from .optimizers import adamw as adamw

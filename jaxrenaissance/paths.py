@@ -25,15 +25,24 @@ def matches(pattern: str, path: str) -> bool:
     return fnmatchcase(path, pattern)
 
 
-def check_matched(patterns: Iterable[str], paths: Sequence[str], argument: str) -> None:
-    """Raises a ValueError for the first pattern that matches none of the paths."""
+def check_matched(
+    patterns: Iterable[str], paths: Sequence[str], argument: str, *, trained: bool = False
+) -> None:
+    """Raises a ValueError for the first pattern that matches none of the paths.
+
+    Args:
+        patterns, paths: what is matched.
+        argument: what the error names.
+        trained: whether the paths are those of the trained leaves alone.
+    """
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise ValueError(f"{argument}: expected a pattern, got {pattern!r}")
         if not any(matches(pattern, path) for path in paths):
             leaves = ", ".join(map(repr, paths[:3])) + ", …" * (len(paths) > 3)
+            kind = "trained leaf" if trained else "leaf"
             raise ValueError(
-                f"{argument}: the pattern {pattern!r} matches no leaf. Patterns match the whole "
+                f"{argument}: the pattern {pattern!r} matches no {kind}. Patterns match the whole "
                 f'path ("*/bias", "head/*"). The leaves are: {leaves or "none"}'
             )
 
@@ -67,7 +76,7 @@ def flatten_bools(prefix: Any, tree: Any, argument: str) -> list[bool]:
             f"it: {error}"
         ) from error
     for key_path, flag in found:
-        _check_bool(flag, path_string(key_path), argument)
+        check_bool(flag, path_string(key_path), argument)
     return [bool(flag) for flag in flags]
 
 
@@ -84,7 +93,7 @@ def select_trained(
     if is_function(trainable):
         flags = [trainable(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
         for path, flag in zip(paths, flags, strict=True):
-            _check_bool(flag, path, "trainable")
+            check_bool(flag, path, "trainable")
     else:
         flags = flatten_bools(trainable, tree, "trainable")
     if not any(flags):
@@ -126,7 +135,8 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _check_bool(flag: Any, path: str, argument: str) -> None:
+def check_bool(flag: Any, path: str, argument: str) -> None:
+    """Raises a ValueError unless what was said about a leaf is a bool."""
     if not isinstance(flag, bool | np.bool_):
         raise ValueError(f"{argument}: expected a bool for {path!r}, got {flag!r}")
 

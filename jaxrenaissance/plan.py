@@ -8,18 +8,17 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.core
 import jax.tree_util as jtu
 import numpy as np
 
+from .groups import Group, assign, check_groups, row_names
 from .paths import flatten_bools, is_function, is_int, path_string, select_trained, stacked_axes
 from .regions import BIAS_LIKE, W_REGIONS, MemRange, Region
 from .rules import classify, override
 
 SEGMENT_BYTES = 128
 """Every segment starts on a multiple of this many bytes."""
-
-GROUPS = ("decay", "no decay")
-"""Names of the groups of leaves that share hyperparameters; a leaf's group indexes this."""
 
 Rules = Callable[[str, jax.ShapeDtypeStruct], Region | None]
 Stacked = int | Mapping[str, int] | Callable[[str, jax.ShapeDtypeStruct], int]
@@ -51,7 +50,7 @@ class Leaf:
         shape, dtype: as in the tree, stacked axes included.
         region: its region in series W.
         rule: which rule put it there.
-        group: index into `GROUPS`.
+        group: index into `MemoryPlan.groups`.
         stacked: how many leading axes come from a scan or vmap; each slice is a segment.
         arena: index into `MemoryPlan.arenas`.
         offset: where its first segment starts, in elements of the arena.
@@ -133,13 +132,15 @@ class PlanConfig:
     Attributes:
         moments: 0, 1 (M) or 2 (M and V).
         ema: whether an exponential moving average of the weights is kept.
+        accumulator: whether gradients add up over several calls.
     """
 
     moments: int
     ema: bool = False
+    accumulator: bool = False
 
     @staticmethod
-    def for_kind(kind: str, *, ema: bool = False) -> "PlanConfig":
+    def for_kind(kind: str, *, ema: bool = False, accumulator: bool = False) -> "PlanConfig":
         """The series that an optimizer of this kind needs.
 
         Raises:
@@ -147,12 +148,12 @@ class PlanConfig:
         """
         if kind not in _MOMENTS:
             raise ValueError(f"kind: expected one of {', '.join(_MOMENTS)}; got {kind!r}")
-        return PlanConfig(_MOMENTS[kind], ema)
+        return PlanConfig(_MOMENTS[kind], ema, accumulator)
 
     @property
     def series(self) -> int:
         """How many series are allocated, the weights included."""
-        return 1 + self.moments + self.ema
+        return 1 + self.moments + self.ema + self.accumulator
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -167,12 +168,15 @@ class MemoryPlan:
         treedef: of the whole tree, leaves that are not trained included.
         trained: whether it is trained, for each leaf of the whole tree.
         arenas: at most two, float32 before float64; only those that hold a leaf.
+        groups: names of the sets of leaves that share hyperparameters, with and without weight
+            decay: "decay", "no decay", and two for each of the user's groups.
     """
 
     leaves: tuple[Leaf, ...]
     treedef: jtu.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]: JAX exports a variable
     trained: tuple[bool, ...]
     arenas: tuple[ArenaLayout, ...]
+    groups: tuple[str, ...]
 
     @staticmethod
     def build(
@@ -182,6 +186,7 @@ class MemoryPlan:
         stacked: Stacked | None = None,
         trainable: Any = None,
         mask: Any = None,
+        groups: Sequence[Group] = (),
         shards: int = 1,
     ) -> "MemoryPlan":
         """Plans the arenas of a tree of parameters.
@@ -203,12 +208,16 @@ class MemoryPlan:
             mask: which leaves have weight decay. None or "weights": those in weight regions. As in
                 optax, a bool, a tree of bools (or a prefix of one) or a function from the
                 parameters to one decides alone.
+            groups: leaves with hyperparameters of their own, as in the optimizers.
             shards: into how many equal parts the arenas can be cut; a multiple of 128 bytes each.
 
         Raises:
-            ValueError: where an argument is none of these, a pattern matches no leaf, or a trained
-                leaf cannot lie in an arena. It names the argument and the leaf's path.
+            TypeError: if groups is no list of `Group`s, or a match is none of what it can be.
+            ValueError: where an argument is none of these, a pattern matches no leaf, a leaf is
+                matched by two groups, or a trained leaf cannot lie in an arena. It names the
+                argument and the leaf's path.
         """
+        groups = check_groups(groups)
         if not is_int(shards) or shards < 1:
             raise ValueError(f"shards: expected a positive int, got {shards!r}")
         flat, treedef = jtu.tree_flatten_with_path(tree)
@@ -216,7 +225,7 @@ class MemoryPlan:
         given = [_struct(leaf) for _, leaf in flat]
         trained = select_trained(trainable, tree, paths, given)
         for path, leaf, is_trained in zip(paths, given, trained, strict=True):
-            if is_trained and _arena_dtype(leaf) is None:
+            if is_trained and arena_dtype(leaf) is None:
                 raise ValueError(_cannot_hold(path, leaf, selected=trainable is not None))
 
         shapes = [x.shape if isinstance(x, jax.ShapeDtypeStruct) else () for x in given]
@@ -224,14 +233,21 @@ class MemoryPlan:
         decisions = classify(paths, [shape[n:] for shape, n in zip(shapes, axes, strict=True)])
         if rules is not None:
             decisions = override(decisions, rules, paths, given, trained)
-        groups = _groups(mask, tree, [region for region, _ in decisions])
+        undecayed = _undecayed(mask, tree, [region for region, _ in decisions])
 
         chosen = [i for i, is_trained in enumerate(trained) if is_trained]
+        numbers = assign(
+            groups,
+            [paths[i] for i in chosen],
+            [given[i] for i in chosen],
+            [decisions[i][0] for i in chosen],
+        )
+        rows = {i: 2 * n + undecayed[i] for i, n in zip(chosen, numbers, strict=True)}
         position = {i: k for k, i in enumerate(chosen)}
         placed: dict[int, Leaf] = {}
         arenas: list[ArenaLayout] = []
         for dtype in dict.fromkeys(_ARENA_OF.values()):
-            order = [i for i in chosen if _arena_dtype(given[i]) == dtype]
+            order = [i for i in chosen if arena_dtype(given[i]) == dtype]
             if not order:
                 continue
             order.sort(key=lambda i: decisions[i][0])  # Stable: in a region as in the tree.
@@ -239,7 +255,7 @@ class MemoryPlan:
                 SEGMENT_BYTES // dtype.itemsize,
                 [shapes[i] for i in order],
                 [axes[i] for i in order],
-                [groups[i] for i in order],
+                [rows[i] for i in order],
             )
             for i, offset in zip(order, offsets, strict=True):
                 placed[i] = Leaf(
@@ -248,7 +264,7 @@ class MemoryPlan:
                     dtype=np.dtype(given[i].dtype),
                     region=decisions[i][0],
                     rule=decisions[i][1],
-                    group=groups[i],
+                    group=rows[i],
                     stacked=axes[i],
                     arena=len(arenas),
                     offset=offset,
@@ -264,12 +280,12 @@ class MemoryPlan:
                 )
             )
         leaves = tuple(placed[i] for i in chosen)
-        return MemoryPlan(leaves, treedef, tuple(trained), tuple(arenas))
+        return MemoryPlan(leaves, treedef, tuple(trained), tuple(arenas), row_names(groups))
 
     @property
     def num_groups(self) -> int:
-        """How many groups of hyperparameters there are."""
-        return len(GROUPS)
+        """How many sets of hyperparameters there are."""
+        return len(self.groups)
 
     @property
     def num_parameters(self) -> int:
@@ -282,12 +298,31 @@ class MemoryPlan:
         used = sum(leaf.size * self.arenas[leaf.arena].dtype.itemsize for leaf in self.leaves)
         return self.bytes() - used
 
+    def by_path(self, values: Any) -> dict[str, Any]:
+        """Values that stand one for each trained leaf, by the leaf's path.
+
+        Args:
+            values: [..., n] for n leaves, in the order of `leaves`, such as
+                `metrics["leaf_grad_norm"]`.
+
+        Raises:
+            ValueError: if there are not as many.
+        """
+        if not isinstance(values, jax.core.Tracer):
+            values = np.asarray(values)  # One transfer, and no dispatch for each leaf.
+        if values.ndim == 0 or values.shape[-1] != len(self.leaves):
+            raise ValueError(
+                f"values: expected one for each of {len(self.leaves)} leaves, got shape "
+                f"{values.shape}"
+            )
+        return {leaf.path: values[..., i] for i, leaf in enumerate(self.leaves)}
+
     def bytes(self, series: int = 1) -> int:
         """Bytes of this many series, padding included."""
         return series * sum(arena.nbytes for arena in self.arenas)
 
     def total_bytes(self, config: PlanConfig) -> int:
-        """Bytes of the weights, the moments and the EMA that a configuration needs."""
+        """Bytes of all series that a configuration needs."""
         return self.bytes(config.series)
 
     def region_range(self, first: Region, last: Region | None = None, arena: int = 0) -> MemRange:
@@ -332,7 +367,7 @@ class MemoryPlan:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.leaves, self.trained, self.arenas))
+        return hash((self.leaves, self.trained, self.arenas, self.groups))
 
     def __hash__(self) -> int:
         return self._hash
@@ -346,10 +381,12 @@ class MemoryPlan:
             hash(self) == hash(other)
             and (self.trained, self.arenas) == (other.trained, other.arenas)
             and (self.leaves, self.treedef) == (other.leaves, other.treedef)
+            and self.groups == other.groups
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MemoryPlan, (self.leaves, self.treedef, self.trained, self.arenas)
+        fields = self.leaves, self.treedef, self.trained, self.arenas, self.groups
+        return MemoryPlan, fields
 
     def __repr__(self) -> str:
         arenas = "".join(f", {arena.dtype}[{arena.size}]" for arena in self.arenas)
@@ -369,7 +406,7 @@ class MemoryPlan:
         shown, left_out = order, 0
         if len(order) > _MAX_ROWS and not all:
             shown, left_out = order[:_HEAD] + order[-_TAIL:], len(order) - _HEAD - _TAIL
-        lines = _format_table(header, [_leaf_row(leaf) for leaf in shown], numbers=2)
+        lines = _format_table(header, [self._leaf_row(leaf) for leaf in shown], numbers=2)
         if left_out:
             lines.insert(1 + _HEAD, f"… {left_out:,} more")
 
@@ -392,6 +429,18 @@ class MemoryPlan:
         ]
         return "\n".join(lines)
 
+    def _leaf_row(self, leaf: Leaf) -> tuple[str, ...]:
+        shape = "×".join(map(str, leaf.shape)) or "scalar"
+        return (
+            leaf.path,
+            f"{shape} ({leaf.stacked} stacked)" if leaf.stacked else shape,
+            leaf.dtype.name,
+            leaf.region.name,
+            self.groups[leaf.group],
+            leaf.rule,
+            *_numbers(leaf.offset, leaf.size),
+        )
+
 
 _MAX_ROWS, _HEAD, _TAIL = 60, 30, 20
 
@@ -403,7 +452,8 @@ def _struct(leaf: Any) -> Any:
     return leaf
 
 
-def _arena_dtype(leaf: Any) -> np.dtype | None:
+def arena_dtype(leaf: Any) -> np.dtype | None:
+    """The dtype of the arena that holds a leaf, from its shape and dtype; None if none does."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return None
     return _ARENA_OF.get(leaf.dtype.name)  # By name: bfloat16 and keys are not NumPy's own.
@@ -425,7 +475,7 @@ def _cannot_hold(path: str, leaf: Any, *, selected: bool) -> str:
     )
 
 
-def _groups(mask: Any, tree: Any, regions: Sequence[Region]) -> list[int]:
+def _undecayed(mask: Any, tree: Any, regions: Sequence[Region]) -> list[int]:
     if mask is None or (isinstance(mask, str) and mask == "weights"):
         return [int(region in BIAS_LIKE) for region in regions]
     if is_function(mask):
@@ -463,19 +513,6 @@ def _lay_out(
         np.array(groups)[leaf],
     )
     return offsets.tolist(), int(ends[-1]), np.stack(columns, axis=1).astype(np.int64)
-
-
-def _leaf_row(leaf: Leaf) -> tuple[str, ...]:
-    shape = "×".join(map(str, leaf.shape)) or "scalar"
-    return (
-        leaf.path,
-        f"{shape} ({leaf.stacked} stacked)" if leaf.stacked else shape,
-        leaf.dtype.name,
-        leaf.region.name,
-        GROUPS[leaf.group],
-        leaf.rule,
-        *_numbers(leaf.offset, leaf.size),
-    )
 
 
 def _numbers(*numbers: int) -> list[str]:

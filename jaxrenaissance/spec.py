@@ -15,6 +15,9 @@ import numpy as np
 
 from .plan import PlanConfig
 
+METRICS = ("grad_norm", "leaves", "param_norm", "update_norm")
+"""What `metrics=` of an optimizer can ask for."""
+
 
 class Schedule:
     """A function from the number of updates made so far to a value; equal where the code is.
@@ -64,6 +67,25 @@ class Schedule:
         return getattr(self.function, "__qualname__", repr(self.function))
 
 
+Schedules = tuple[tuple[str, Schedule], ...]
+"""(hyperparameter, schedule) for those that are not numbers."""
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A group of leaves without its numbers; which leaves they are stands in the plan.
+
+    Attributes:
+        name: its name.
+        names: the hyperparameters that it has of its own, "scale" among them.
+        schedules: (hyperparameter, schedule) for those that are not numbers.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    schedules: Schedules = ()
+
+
 @dataclass(frozen=True)
 class Spec:
     """An optimizer without its numbers: two of one spec share every compiled program.
@@ -71,25 +93,49 @@ class Spec:
     Attributes:
         kind: the factory's name.
         update: the kind of `ops.update` it runs.
-        names: its hyperparameters, in the order of the factory's signature.
+        names: its hyperparameters, in the order of the factory's signature; those that were left
+            at None, such as max_norm, are not among them.
         schedules: (hyperparameter, schedule) for those that are not numbers.
+        groups: the groups of leaves with hyperparameters of their own.
         decoupled: whether weight decay shrinks the weights rather than adding to the gradient.
         skip_nonfinite: whether a call with a non-finite gradient updates nothing.
         backend: "auto", "cpu", "cuda" or "xla".
+        ema_debias: whether the average of the weights starts at zero and is divided when read.
+        accumulate: whether several calls add up to an update.
+        metrics: what is measured for `metrics` alone, sorted: names of `METRICS`.
     """
 
     kind: str
     update: str
     names: tuple[str, ...]
-    schedules: tuple[tuple[str, Schedule], ...] = ()
+    schedules: Schedules = ()
+    groups: tuple[GroupSpec, ...] = ()
     decoupled: bool = True
     skip_nonfinite: bool = True
     backend: str = "auto"
+    ema_debias: bool = False
+    accumulate: bool = False
+    metrics: tuple[str, ...] = ()
+
+    @property
+    def ema(self) -> bool:
+        """Whether an average of the weights is kept."""
+        return "ema_decay" in self.names
+
+    @property
+    def loss_scale(self) -> bool:
+        """Whether the loss is scaled."""
+        return "loss_scale" in self.names
+
+    @property
+    def norms(self) -> bool:
+        """Whether a call computes the gradients' norms."""
+        return "max_norm" in self.names or not {"grad_norm", "leaves"}.isdisjoint(self.metrics)
 
     @property
     def config(self) -> PlanConfig:
         """The series that a state of this optimizer holds."""
-        return PlanConfig.for_kind(self.update)
+        return PlanConfig.for_kind(self.update, ema=self.ema, accumulator=self.accumulate)
 
 
 class _TracedError(Exception):

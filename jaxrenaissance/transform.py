@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 import optax
 
-from . import backends, hyperparams, ops, packed, scalars
+from . import hyperparams, packed, scalars
+from .accumulation import Accumulate
+from .groups import Group
+from .hyperparams import Numbers
+from .options import Options, resolve
 from .paths import is_function
 from .plan import MemoryPlan
-from .spec import Identity, Schedule, Spec, fingerprint
+from .spec import Identity, Spec, fingerprint
+from .step import Buffers, scalar_dtype, step
 
 logger = logging.getLogger("jaxrenaissance")
 
@@ -39,38 +43,48 @@ class State(NamedTuple):
 class Optimizer(optax.GradientTransformationExtraArgs):
     """An optimizer: for `TrainState`, which updates in place, and for all that take optax's.
 
-    Equal are optimizers of equal spec, mask and numbers. A state keeps the spec in its structure
-    and the numbers in its scalars, so that optimizers which differ in numbers alone share every
-    compiled program.
+    Equal are optimizers of equal spec, mask, groups and numbers. A state keeps the spec in its
+    structure and the numbers in its scalars, so that optimizers which differ in numbers alone share
+    every compiled program.
 
     Attributes:
         init: params → `State`.
         update: (updates, state, params) → (updates, state), as optax has it. `params + updates` is
-            a pass of its own there; `TrainState` needs none.
+            a pass of its own there; `TrainState` needs none. What only works in place (an average
+            of the weights, loss scaling, accumulation, metrics) is an error there.
         spec: kind, structural options and schedules.
-        numbers: the hyperparameters that are not scheduled.
+        numbers: all that is a number and not scheduled.
         mask: which leaves have weight decay, as it was given.
+        groups: leaves with hyperparameters of their own.
     """
 
     spec: Spec
-    numbers: Mapping[str, float | jax.Array]
+    numbers: Numbers
     mask: Any
+    groups: tuple[Group, ...]
 
     def __new__(
-        cls, spec: Spec, numbers: Mapping[str, float | jax.Array], mask: Any
+        cls, spec: Spec, numbers: Numbers, mask: Any, groups: tuple[Group, ...]
     ) -> "Optimizer":
         """See `make_optimizer`, which checks."""
         self = super().__new__(
             cls,
-            functools.partial(_init, spec, mask),
-            functools.partial(_update, spec, numbers, mask),
+            functools.partial(_init, spec, mask, groups),
+            functools.partial(_update, spec, numbers, mask, groups),
         )
-        self.spec, self.numbers, self.mask = spec, dict(numbers), mask
+        self.spec, self.numbers, self.mask, self.groups = spec, numbers, mask, groups
         return self
 
     def _key(self) -> Any:
-        numbers = [x if isinstance(x, float) else Identity(x) for x in self.numbers.values()]
-        return self.spec, tuple(numbers), fingerprint(self.mask)
+        values, groups, loss_scale, every = self.numbers
+        # Traced values do not compare.
+        numbers = [
+            x if isinstance(x, float) else Identity(x)
+            for own in (values, *groups)
+            for x in own.values()
+        ]
+        leaves = fingerprint(self.mask), _fingerprint_groups(self.groups)
+        return self.spec, tuple(numbers), loss_scale, every, leaves
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -84,69 +98,52 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         return hash(self.spec)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.spec, self.numbers, self.mask
+        return self.spec, self.numbers, self.mask, self.groups
 
     def __repr__(self) -> str:
-        values = dict(self.numbers) | dict(self.spec.schedules)
-        named = ", ".join(f"{name}={_shown(values[name])}" for name in self.spec.names)
-        return f"{self.spec.kind}({named})"
+        values = {**self.numbers.values, **dict(self.spec.schedules)}
+        if self.numbers.loss_scale is not None:
+            values["loss_scale"] = self.numbers.loss_scale
+        named = [f"{name}={_shown(values[name])}" for name in self.spec.names]
+        if self.spec.accumulate:
+            named.append(f"accumulate={Accumulate(self.numbers.every)!r}")
+        if self.groups:
+            named.append(f"groups={list(self.groups)!r}")
+        return f"{self.spec.kind}({', '.join(named)})"
 
 
 def make_optimizer(
-    kind: str,
-    update: str,
-    values: Mapping[str, Any],
-    *,
-    mask: Any,
-    decoupled: bool,
-    skip_nonfinite: bool,
-    backend: str | None,
+    kind: str, update: str, values: Mapping[str, Any], options: Options, *, decoupled: bool
 ) -> Optimizer:
     """What every factory ends with: checks the arguments and makes the optimizer.
 
     Args:
         kind: the factory's name.
         update: the kind of `ops.update`.
-        values: the hyperparameters in the signature's order: numbers or schedules.
-        mask, decoupled, skip_nonfinite, backend: as in `adamw` and `sgd`.
+        values: its own hyperparameters in the signature's order: numbers or schedules.
+        options: the arguments that all factories have.
+        decoupled: whether weight decay is.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    for name, value in (("decoupled", decoupled), ("skip_nonfinite", skip_nonfinite)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected a bool, got {value!r}")
-    if isinstance(mask, str) and mask != "weights":
-        raise ValueError(f'mask: expected None, "weights", bools or a function, got {mask!r}')
-    schedules = {name: value for name, value in values.items() if callable(value)}
-    for name, value in schedules.items():
-        if name not in hyperparams.SCHEDULABLE:
-            raise TypeError(
-                f"{name}: expected a number, got {value!r}; schedules are taken for "
-                f"{' and '.join(hyperparams.SCHEDULABLE)}"
-            )
-    numbers = {
-        name: hyperparams.check_number(name, value)
-        for name, value in values.items()
-        if name not in schedules
-    }
-    spec = Spec(
-        kind=kind,
-        update=update,
-        names=tuple(values),
-        schedules=tuple((name, Schedule(value, name)) for name, value in schedules.items()),
-        decoupled=decoupled,
-        skip_nonfinite=skip_nonfinite,
-        backend=backends.resolve(backend),
-    )
-    if mask is None and _decays(numbers):
+    spec, numbers = resolve(kind, update, values, options, decoupled=decoupled)
+    if options.mask is None and _may_decay(numbers.values):
         _note_default_mask()
-    return Optimizer(spec, numbers, mask)
+    return Optimizer(spec, numbers, options.mask, tuple(options.groups))
 
 
-def _decays(numbers: Mapping[str, Any]) -> bool:
+def _decays(spec: Spec, numbers: Numbers) -> bool:
+    """Whether any leaf may have weight decay."""
+    groups = zip(spec.groups, numbers.groups, strict=True)
+    return _may_decay(numbers.values) or any(
+        "weight_decay" in group.names and _may_decay(own) for group, own in groups
+    )
+
+
+def _may_decay(values: hyperparams.Values) -> bool:
     # Scheduled, or a value that only the device knows: as if it were not zero.
-    value = numbers.get("weight_decay")
+    value = values.get("weight_decay")
     return not (isinstance(value, float) and value == 0)
 
 
@@ -164,33 +161,55 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
-def build_plan(tree: Any, mask: Any, **options: Any) -> MemoryPlan:
+def build_plan(tree: Any, mask: Any, groups: tuple[Group, ...] = (), **options: Any) -> MemoryPlan:
     """The plan of a tree of parameters, whose dtypes are those that JAX would give them."""
     if is_function(mask):
         mask = mask(tree)  # Sees the parameters themselves, as in optax.
-    return MemoryPlan.build(packed.canonical(tree), mask=mask, **options)
+    return MemoryPlan.build(packed.canonical(tree), mask=mask, groups=groups, **options)
 
 
 _plans: dict[Any, MemoryPlan] = {}
 
 
-def _cached_plan(tree: Any, mask: Any) -> MemoryPlan:
+def _cached_plan(tree: Any, mask: Any, groups: tuple[Group, ...]) -> MemoryPlan:
     if is_function(mask):
         mask = mask(tree)  # it may look at more than shapes, so its answer is part of the key
     leaves, treedef = jtu.tree_flatten(packed.canonical(tree))
     avals = tuple((getattr(x, "shape", None), getattr(x, "dtype", type(x))) for x in leaves)
-    key = (treedef, avals, fingerprint(mask))
+    key = (treedef, avals, fingerprint(mask), _fingerprint_groups(groups))
     plan = _plans.get(key)
     if plan is None:
-        plan = build_plan(tree, mask)
+        plan = build_plan(tree, mask, groups)
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
         _plans[key] = plan
     return plan
 
 
-def _init(spec: Spec, mask: Any, params: Any) -> State:
-    plan = _cached_plan(params, mask)
+def _fingerprint_groups(groups: tuple[Group, ...]) -> Any:
+    """A key that is equal where the same leaves are in groups of the same names."""
+    return tuple((group.name, fingerprint(group.match)) for group in groups)
+
+
+def _refuse_in_place(spec: Spec) -> None:
+    """Raises for options that optax's contract has no place for."""
+    options = {
+        "ema_decay": spec.ema,
+        "loss_scale": spec.loss_scale,
+        "accumulate": spec.accumulate,
+        "metrics": bool(spec.metrics),
+    }
+    for option, is_given in options.items():
+        if is_given:
+            raise ValueError(
+                f"{option}: works in place alone, in jr.TrainState.create(params, optimizer); "
+                "optax's init and update have no place for it"
+            )
+
+
+def _init(spec: Spec, mask: Any, groups: tuple[Group, ...], params: Any) -> State:
+    _refuse_in_place(spec)
+    plan = _cached_plan(params, mask, groups)
     moments = [
         tuple(jnp.zeros(arena.size, arena.dtype) for arena in plan.arenas)
         for _ in range(spec.config.moments)
@@ -201,17 +220,19 @@ def _init(spec: Spec, mask: Any, params: Any) -> State:
 
 def _update(
     spec: Spec,
-    numbers: Mapping[str, Any],
+    numbers: Numbers,
     mask: Any,
+    groups: tuple[Group, ...],
     updates: Any,
     state: Any,
     params: Any = None,
     **extra_args: Any,
 ) -> tuple[Any, State]:
-    decays = "weight_decay" in spec.names and _decays(numbers)
+    _refuse_in_place(spec)
+    decays = _decays(spec, numbers)
     if params is None and decays:
         raise ValueError("params: weight decay needs them: update(updates, state, params)")
-    plan = _cached_plan(updates if params is None else params, mask)
+    plan = _cached_plan(updates if params is None else params, mask, groups)
     gradients = packed.match(plan, packed.canonical(updates), "updates")
     if decays:
         weights = packed.pack(
@@ -223,64 +244,21 @@ def _update(
     moments = tuple(zip(*(series for series in (state.mu, state.nu) if series), strict=True))
     floats = hyperparams.initial_floats(spec, numbers, plan.num_groups, scalar_dtype(plan))
     ints = jnp.asarray(scalars.initial_ints()).at[scalars.STEP].set(state.count)
-    new_weights, moments, _, ints = step(
+    new = step(
         spec,
         plan,
-        weights,
-        moments or ((),) * len(plan.arenas),
-        jnp.asarray(floats),
-        ints,
+        Buffers(
+            weights=weights,
+            moments=moments or ((),) * len(plan.arenas),
+            ema=(),
+            accumulator=(),
+            norms=(),
+            floats=jnp.asarray(floats),
+            ints=ints,
+        ),
         gradients,
     )
-    changes = tuple(new - old for new, old in zip(new_weights, weights, strict=True))
+    changes = tuple(after - before for after, before in zip(new.weights, weights, strict=True))
     leaves = packed.unpack(plan, changes, packed.given_dtypes(plan), backend=spec.backend)
-    mu, nu = (*(zip(*moments, strict=True) if plan.arenas else ()), (), ())[:2]
-    return plan.treedef.unflatten(leaves), State(ints[scalars.STEP], tuple(mu), tuple(nu))
-
-
-def scalar_dtype(plan: MemoryPlan) -> np.dtype:
-    """The dtype of a state's float scalars: the widest of the arenas'."""
-    return max(
-        (arena.dtype for arena in plan.arenas),
-        key=lambda d: d.itemsize,
-        default=np.dtype("float32"),
-    )
-
-
-# Inlined into the caller's own jit; called from Python, it is one dispatch.
-@jax.jit(static_argnums=(0, 1), inline=True)
-def step(
-    spec: Spec,
-    plan: MemoryPlan,
-    weights: tuple[jax.Array, ...],
-    moments: tuple[tuple[jax.Array, ...], ...],
-    floats: jax.Array,
-    ints: jax.Array,
-    gradients: list[Any],
-) -> tuple[tuple[jax.Array, ...], tuple[tuple[jax.Array, ...], ...], jax.Array, jax.Array]:
-    """One step over all arenas: statistics where wanted, schedules, prologue, one update an arena.
-
-    Args:
-        spec, plan: static.
-        weights: the arenas.
-        moments: for each arena its moments.
-        floats, ints: the scalars.
-        gradients: the trained leaves' in the tree's order, checked.
-
-    Returns:
-        The new weights, moments, floats and ints.
-    """
-    leaves = packed.by_arena(plan, gradients)
-    if spec.skip_nonfinite:
-        first_leaf = 0
-        for layout, own in zip(plan.arenas, leaves, strict=True):
-            ints = ops.statistics(layout, ints, own, first_leaf=first_leaf, backend=spec.backend)
-            first_leaf += len(own)
-    if spec.schedules:
-        floats = hyperparams.follow_schedules(spec, floats, ints[scalars.STEP])
-    floats, ints = ops.prologue(floats, ints, backend=spec.backend)
-    new = [
-        ops.update(spec.update, layout, floats, w, m, own, backend=spec.backend)
-        for layout, w, m, own in zip(plan.arenas, weights, moments, leaves, strict=True)
-    ]
-    return tuple(w for w, _ in new), tuple(m for _, m in new), floats, ints
+    mu, nu = (*(zip(*new.moments, strict=True) if plan.arenas else ()), (), ())[:2]
+    return plan.treedef.unflatten(leaves), State(new.ints[scalars.STEP], tuple(mu), tuple(nu))

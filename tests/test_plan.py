@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxrenaissance.models import MODELS, named_shapes
 from jaxrenaissance.paths import matches
-from jaxrenaissance.plan import GROUPS, SEGMENT_BYTES, MemoryPlan, PlanConfig
+from jaxrenaissance.plan import SEGMENT_BYTES, MemoryPlan, PlanConfig
 from jaxrenaissance.regions import BIAS_LIKE, W_REGIONS, WEIGHTS, Region
 
 
@@ -28,7 +28,7 @@ def paths(plan):
 
 
 def groups(plan):
-    return {leaf.path: GROUPS[leaf.group] for leaf in plan.leaves}
+    return {leaf.path: plan.groups[leaf.group] for leaf in plan.leaves}
 
 
 def check_invariants(plan, shards=1):
@@ -373,7 +373,8 @@ def test_mask(mask, decayed):
     plan = MemoryPlan.build(MASKED, mask=mask)
     check_invariants(plan)
     assert {path for path, group in groups(plan).items() if group == "decay"} == decayed
-    assert plan.num_groups == len(GROUPS) == 2
+    assert plan.groups == ("decay", "no decay")
+    assert plan.num_groups == 2
     # A mask moves no leaf.
     assert [leaf.offset for leaf in plan.leaves] == [
         leaf.offset for leaf in MemoryPlan.build(MASKED).leaves
@@ -621,10 +622,12 @@ def test_an_unknown_model():
 def test_an_optimizer_gets_the_series_it_needs(kind, moments):
     plan = MemoryPlan.build(MASKED)
     config = PlanConfig.for_kind(kind)
-    assert config == PlanConfig(moments=moments, ema=False)
+    assert config == PlanConfig(moments=moments, ema=False, accumulator=False)
     assert plan.total_bytes(config) == (1 + moments) * plan.bytes()
     with_ema = PlanConfig.for_kind(kind, ema=True)
     assert plan.total_bytes(with_ema) == (2 + moments) * plan.bytes(1) == plan.bytes(2 + moments)
+    with_both = PlanConfig.for_kind(kind, ema=True, accumulator=True)
+    assert plan.total_bytes(with_both) == plan.bytes(3 + moments)
 
 
 def test_an_unknown_kind():
@@ -638,6 +641,19 @@ def test_the_table_shows_every_leaf_and_why():
         assert word in text
     assert "base/kernel" not in text
     assert "2 trained leaves, 32 parameters; 2 not trained" in text
+
+
+def test_values_of_the_leaves_by_path():
+    plan = MemoryPlan.build({"b": array(3), "w": [array(4, 4), array(5)]})
+    assert plan.by_path(jnp.arange(3.0)) == {"b": 0, "w/0": 1, "w/1": 2}
+    assert plan.by_path([7, 8, 9]) == {"b": 7, "w/0": 8, "w/1": 9}
+    members = plan.by_path(np.arange(6).reshape(2, 3))
+    np.testing.assert_array_equal(members["w/1"], [2, 5])
+    inside = jax.jit(lambda values: plan.by_path(values)["w/0"])
+    assert inside(jnp.arange(3.0)) == 1
+    for values in (np.ones(4), np.ones(()), np.ones((3, 1))):
+        with pytest.raises(ValueError, match=r"values: expected one for each of 3 leaves"):
+            plan.by_path(values)
 
 
 def test_a_long_table_is_abbreviated():

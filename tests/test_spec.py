@@ -131,6 +131,11 @@ def test_numbers_are_no_part_of_the_spec_and_structure_is():
     base = jr.adamw(1e-3)
     assert base.spec == jr.adamw(3e-4, b1=0.5, weight_decay=0.5, eps=1e-3).spec
     assert hash(base.spec) == hash(jr.adamw(3e-4).spec)
+    static, dynamic = jr.StaticLossScale(8), jr.DynamicLossScale(initial=4)
+    assert jr.adamw(1e-3, loss_scale=static).spec == jr.adamw(1e-3, loss_scale=dynamic).spec
+    two, four = (jr.adamw(1e-3, accumulate=jr.Accumulate(every)) for every in (2, 4))
+    assert two.spec == four.spec
+    assert two != four
     others = [
         jr.adam(1e-3),
         jr.sgd(1e-3),
@@ -140,6 +145,15 @@ def test_numbers_are_no_part_of_the_spec_and_structure_is():
         jr.adamw(1e-3, skip_nonfinite=False),
         jr.adamw(1e-3, backend="xla"),
         jr.adamw(optax.constant_schedule(1e-3)),
+        jr.adamw(1e-3, b1=optax.constant_schedule(0.9)),
+        jr.adamw(1e-3, max_norm=1.0),
+        jr.adamw(1e-3, max_value=1.0),
+        jr.adamw(1e-3, ema_decay=0.9),
+        jr.adamw(1e-3, ema_decay=0.9, ema_debias=True),
+        jr.adamw(1e-3, loss_scale=jr.StaticLossScale(8)),
+        jr.adamw(1e-3, accumulate=jr.Accumulate(2)),
+        jr.adamw(1e-3, groups=[jr.Group("a", scale=2)]),
+        jr.adamw(1e-3, metrics="grad_norm"),
     ]
     specs = [base.spec, *(optimizer.spec for optimizer in others)]
     assert len(set(specs)) == len(specs)
@@ -152,19 +166,31 @@ def test_optimizers_compare_with_their_numbers_since_flax_keeps_them_in_its_stat
     assert jr.adamw(1e-3, mask=True) != jr.adamw(1e-3, mask=False)
     assert jr.adamw(1e-3, mask={"a": True}) == jr.adamw(1e-3, mask={"a": True})
     assert jr.adamw(1e-3) != optax.adamw(1e-3)
-    traced = jnp.float32(1e-3)
-    assert jr.adamw(traced) == jr.adamw(traced)
-    assert jr.adamw(traced) != jr.adamw(jnp.float32(1e-3))
+    assert jr.adamw(jnp.float32(0.5)) == jr.adamw(0.5)
+
+    def compare(x, y):
+        assert jr.adamw(x) == jr.adamw(x)
+        assert jr.adamw(x) != jr.adamw(y)
+
+    jax.jit(compare)(1e-3, 1e-3)
 
 
 def test_an_optimizer_is_an_optax_one_that_prints_its_numbers_and_has_no_leaves():
-    optimizer = jr.adamw(optax.constant_schedule(1e-3), b1=jnp.float32(0.5))
+    optimizer = jr.adamw(optax.constant_schedule(1e-3), b1=jnp.float32(0.5), max_norm=1)
     assert isinstance(optimizer, optax.GradientTransformationExtraArgs)
     assert repr(optimizer) == (
-        "adamw(learning_rate=constant_schedule.<locals>.<lambda>, b1=<float32 scalar>, b2=0.999, "
-        "eps=1e-08, eps_root=0, weight_decay=0.0001)"
+        "adamw(learning_rate=constant_schedule.<locals>.<lambda>, b1=0.5, b2=0.999, eps=1e-08, "
+        "eps_root=0, weight_decay=0.0001, max_norm=1)"
     )
     assert jax.tree.leaves(optimizer) == []
+    optimizer = jr.sgd(0.1, loss_scale=jr.StaticLossScale(8), accumulate=jr.Accumulate(2))
+    assert repr(optimizer) == (
+        "sgd(learning_rate=0.1, weight_decay=0, loss_scale=StaticLossScale(scale=8.0), "
+        "accumulate=Accumulate(every=2))"
+    )
+    printed = []
+    jax.jit(lambda x: printed.append(repr(jr.sgd(x))))(0.1)
+    assert printed == ["sgd(learning_rate=<float32 scalar>, weight_decay=0)"]
 
 
 def test_a_spec_without_schedules_can_be_pickled():

@@ -1,25 +1,38 @@
 """AdamW: Adam with decoupled weight decay."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from ..hyperparams import Number, ScheduleFunction
+from ..accumulation import Accumulate
+from ..groups import Group
+from ..hyperparams import Value
+from ..loss_scale import LossScale
+from ..options import Options
 from ..transform import Optimizer, make_optimizer
-from .options import check_moment_dtype, check_no_nadam
+from .unsupported import check_moment_dtype, check_no_nadam
 
 
 def adamw(
-    learning_rate: Number | ScheduleFunction,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    eps_root: Number = 0.0,
+    learning_rate: Value,
+    b1: Value = 0.9,
+    b2: Value = 0.999,
+    eps: Value = 1e-8,
+    eps_root: Value = 0.0,
     mu_dtype: Any = None,
-    weight_decay: Number | ScheduleFunction = 1e-4,
+    weight_decay: Value = 1e-4,
     mask: Any = None,
     *,
     nesterov: bool = False,
     skip_nonfinite: bool = True,
     backend: str | None = None,
+    max_norm: Value | None = None,
+    max_value: Value | None = None,
+    ema_decay: Value | None = None,
+    ema_debias: bool = False,
+    loss_scale: LossScale | None = None,
+    accumulate: Accumulate | None = None,
+    groups: Sequence[Group] = (),
+    metrics: str | Sequence[str] = (),
 ) -> Optimizer:
     r"""Adam with decoupled weight decay.
 
@@ -46,12 +59,12 @@ def adamw(
         ([[0.25, 0.25]], [0.5, 0.5])
 
     Args:
-        learning_rate: η ≥ 0, or a schedule from the updates made so far to it.
+        learning_rate: η ≥ 0.
         b1, b2: β₁ and β₂ in [0, 1).
         eps: ε ≥ 0. With 0, an element whose gradient has always been 0 does not move.
         eps_root: ε̄ ≥ 0, inside the root.
         mu_dtype: as in optax; moments are float32 at least, so None or float32.
-        weight_decay: wd ≥ 0, or a schedule.
+        weight_decay: wd ≥ 0.
         mask: which leaves are decayed. None or "weights": those in weight regions (None says so
             once through the logger). True, False, a tree of bools or a function from the parameters
             to one: as in optax.
@@ -59,13 +72,27 @@ def adamw(
         skip_nonfinite: a call whose gradients have a NaN or an infinity changes nothing but
             counters.
         backend: "auto", "cpu", "cuda" or "xla"; None: JAXRENAISSANCE_BACKEND, else "auto".
+        max_norm: N > 0: where the norm of all gradients together is more, they are multiplied by
+            N / norm. It is the norm of the unscaled gradients (their mean with `accumulate`).
+        max_value: M > 0: each element is then clamped to [−M, M].
+        ema_decay: d in [0, 1): an average of the weights that follows each update,
+            e ← e + (1 − d)(w − e), and starts as a copy of them; see `TrainState.ema_params`.
+        ema_debias: the average starts at zero instead, and is divided by 1 − ∏ d when it is read.
+        loss_scale: a `DynamicLossScale` or `StaticLossScale`. `TrainState.scale_loss` multiplies
+            the loss by it, and the update divides the gradients.
+        accumulate: `Accumulate(n)`: every n-th call updates, with the mean of the gradients.
+        groups: a list of `Group`s: leaves with hyperparameters of their own.
+        metrics: what `TrainState.metrics` has besides: "grad_norm", "param_norm", "update_norm",
+            "leaves" (the gradient's norm of each leaf), or a list of these.
 
     Returns:
-        The optimizer. All numbers may be device scalars or traced values.
+        The optimizer. Every number may be a Python number, a device scalar, a traced value or a
+        schedule: a function from the updates made so far (int32) to the number, as in optax.
 
     Raises:
         TypeError: an argument is not what it should be.
-        ValueError: a number is negative, not finite or out of range; an option is not supported.
+        ValueError: a number is out of range, or an option is not supported. Under optax's contract
+            ema_decay, loss_scale, accumulate and metrics, which only work in place, raise one too.
 
     References:
         Loshchilov and Hutter, `Decoupled Weight Decay Regularization
@@ -81,12 +108,17 @@ def adamw(
         "eps_root": eps_root,
         "weight_decay": weight_decay,
     }
-    return make_optimizer(
-        "adamw",
-        "adam",
-        values,
+    options = Options(
         mask=mask,
-        decoupled=True,
         skip_nonfinite=skip_nonfinite,
         backend=backend,
+        max_norm=max_norm,
+        max_value=max_value,
+        ema_decay=ema_decay,
+        ema_debias=ema_debias,
+        loss_scale=loss_scale,
+        accumulate=accumulate,
+        groups=groups,
+        metrics=metrics,
     )
+    return make_optimizer("adamw", "adam", values, options, decoupled=True)

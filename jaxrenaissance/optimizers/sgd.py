@@ -1,23 +1,36 @@
 """SGD, with momentum and with Nesterov momentum."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from ..hyperparams import Number, ScheduleFunction
+from ..accumulation import Accumulate
+from ..groups import Group
+from ..hyperparams import Value
+from ..loss_scale import LossScale
+from ..options import Options
 from ..transform import Optimizer, make_optimizer
-from .options import check_moment_dtype
+from .unsupported import check_moment_dtype
 
 
 def sgd(
-    learning_rate: Number | ScheduleFunction,
-    momentum: Number | None = None,
+    learning_rate: Value,
+    momentum: Value | None = None,
     nesterov: bool = False,
     accumulator_dtype: Any = None,
     *,
-    weight_decay: Number | ScheduleFunction = 0.0,
+    weight_decay: Value = 0.0,
     decoupled: bool = True,
     mask: Any = None,
     skip_nonfinite: bool = True,
     backend: str | None = None,
+    max_norm: Value | None = None,
+    max_value: Value | None = None,
+    ema_decay: Value | None = None,
+    ema_debias: bool = False,
+    loss_scale: LossScale | None = None,
+    accumulate: Accumulate | None = None,
+    groups: Sequence[Group] = (),
+    metrics: str | Sequence[str] = (),
 ) -> Optimizer:
     r"""Stochastic gradient descent, with momentum where one is given.
 
@@ -45,11 +58,11 @@ def sgd(
         [0.5, 0.5]
 
     Args:
-        learning_rate: η ≥ 0, or a schedule from the updates made so far to it.
+        learning_rate: η ≥ 0.
         momentum: β in [0, 1]; None: no momentum, and no array for it.
         nesterov: Nesterov's form of the momentum.
         accumulator_dtype: as in optax; the momentum is float32 at least, so None or float32.
-        weight_decay: wd ≥ 0, or a schedule.
+        weight_decay: wd ≥ 0.
         decoupled: whether the decay shrinks the weights; False: it adds to the gradient (L2).
         mask: which leaves are decayed. None or "weights": those in weight regions (None says so
             once through the logger). True, False, a tree of bools or a function from the parameters
@@ -57,13 +70,27 @@ def sgd(
         skip_nonfinite: a call whose gradients have a NaN or an infinity changes nothing but
             counters.
         backend: "auto", "cpu", "cuda" or "xla"; None: JAXRENAISSANCE_BACKEND, else "auto".
+        max_norm: N > 0: where the norm of all gradients together is more, they are multiplied by
+            N / norm. It is the norm of the unscaled gradients (their mean with `accumulate`).
+        max_value: M > 0: each element is then clamped to [−M, M].
+        ema_decay: d in [0, 1): an average of the weights that follows each update,
+            e ← e + (1 − d)(w − e), and starts as a copy of them; see `TrainState.ema_params`.
+        ema_debias: the average starts at zero instead, and is divided by 1 − ∏ d when it is read.
+        loss_scale: a `DynamicLossScale` or `StaticLossScale`. `TrainState.scale_loss` multiplies
+            the loss by it, and the update divides the gradients.
+        accumulate: `Accumulate(n)`: every n-th call updates, with the mean of the gradients.
+        groups: a list of `Group`s: leaves with hyperparameters of their own.
+        metrics: what `TrainState.metrics` has besides: "grad_norm", "param_norm", "update_norm",
+            "leaves" (the gradient's norm of each leaf), or a list of these.
 
     Returns:
-        The optimizer. All numbers may be device scalars or traced values.
+        The optimizer. Every number may be a Python number, a device scalar, a traced value or a
+        schedule: a function from the updates made so far (int32) to the number, as in optax.
 
     Raises:
         TypeError: an argument is not what it should be.
-        ValueError: a number is negative, not finite or out of range; an option is not supported.
+        ValueError: a number is out of range, or an option is not supported. Under optax's contract
+            ema_decay, loss_scale, accumulate and metrics, which only work in place, raise one too.
 
     References:
         Sutskever et al., `On the importance of initialization and momentum in deep learning
@@ -79,12 +106,17 @@ def sgd(
     if momentum is None:
         del values["momentum"]
     kind = "sgd" if momentum is None else "nesterov" if nesterov else "momentum"
-    return make_optimizer(
-        kind,
-        kind,
-        values,
+    options = Options(
         mask=mask,
-        decoupled=decoupled,
         skip_nonfinite=skip_nonfinite,
         backend=backend,
+        max_norm=max_norm,
+        max_value=max_value,
+        ema_decay=ema_decay,
+        ema_debias=ema_debias,
+        loss_scale=loss_scale,
+        accumulate=accumulate,
+        groups=groups,
+        metrics=metrics,
     )
+    return make_optimizer(kind, kind, values, options, decoupled=decoupled)
