@@ -1,7 +1,15 @@
 """What to use instead of an optax transformation that was handed to `TrainState`."""
 
 import functools
+import types
 from typing import Any
+
+import optax
+
+from .transform import Optimizer
+
+_BEFORE = "the same transformation on the gradients, before apply_gradients"
+_FROZEN = "TrainState.create(trainable=…) for frozen leaves"
 
 # The factory's name in optax → what this package has for it.
 _INSTEAD = {
@@ -14,22 +22,39 @@ _INSTEAD = {
     "inject_hyperparams": "the numbers themselves, traced or not, and state.replace_hyperparams",
     "apply_if_finite": "skip_nonfinite=True, the default",
     "zero_nans": "skip_nonfinite=True, the default",
-    "masked": "mask= for weight decay, TrainState.create(trainable=…) for frozen leaves",
+    "masked": f"mask= for weight decay, groups= with jr.Group, {_FROZEN}",
     "set_to_zero": "TrainState.create(trainable=…)",
-    "partition": "TrainState.create(trainable=…) for frozen leaves",
-    "multi_transform": "TrainState.create(trainable=…) for frozen leaves",
+    "partition": f"groups= with jr.Group, {_FROZEN}",
+    "multi_transform": f"groups= with jr.Group, {_FROZEN}",
     "freeze": "TrainState.create(trainable=…)",
-    "clip": "the same transformation on the gradients, before apply_gradients",
-    "clip_by_global_norm": "the same transformation on the gradients, before apply_gradients",
-    "clip_by_block_rms": "the same transformation on the gradients, before apply_gradients",
-    "adaptive_grad_clip": "the same transformation on the gradients, before apply_gradients",
-    "centralize": "the same transformation on the gradients, before apply_gradients",
+    "selective_transform": _FROZEN,
+    "clip": "max_value=",
+    "clip_by_global_norm": "max_norm=",
+    "ema": "ema_decay= where the weights are to be averaged; of the updates, jr.sgd(momentum=…)",
+    "MultiSteps": "accumulate=jr.Accumulate(…)",
+    "clip_by_block_rms": _BEFORE,
+    "adaptive_grad_clip": _BEFORE,
+    "centralize": _BEFORE,
 }
 _CONTAINERS = ("chain", "named_chain", "identity", "with_extra_args_support")
 _MAX_DEPTH = 6
 
 
-def instead_of(transformation: Any) -> str:
+def check_optimizer(optimizer: Any) -> None:
+    """Raises a TypeError unless it is an optimizer of this package; one of optax's with advice."""
+    if isinstance(optimizer, Optimizer):
+        return
+    if isinstance(optimizer, optax.GradientTransformation | optax.MultiSteps):
+        raise TypeError(
+            "optimizer: TrainState updates in place and takes an optimizer of this package "
+            f"(jr.adamw, jr.adam, jr.sgd), got an optax transformation. Use {_advice(optimizer)}"
+        )
+    raise TypeError(
+        f"optimizer: expected one made by jr.adamw, jr.adam or jr.sgd, got {optimizer!r}"
+    )
+
+
+def _advice(transformation: Any) -> str:
     """Advice for an optax transformation: what it is made of, and what to use for each part."""
     names = list(dict.fromkeys(_parts(transformation.update, 0)))
     parts = [f"for optax.{name}: {_INSTEAD[name]}" for name in names if name in _INSTEAD]
@@ -48,6 +73,10 @@ def _parts(function: Any, depth: int) -> list[str]:
         return []
     if isinstance(function, functools.partial):
         return _parts(function.func, depth + 1)
+    if isinstance(function, types.MethodType):  # Of optax.MultiSteps and what wraps like it.
+        own = vars(function.__self__).values()
+        wrapped = [x.update for x in own if isinstance(x, optax.GradientTransformation)]
+        return [type(function.__self__).__name__, *_parts(wrapped, depth + 1)]
     if isinstance(function, list | tuple):
         return [name for item in function for name in _parts(item, depth + 1)]
     module = getattr(function, "__module__", None) or ""

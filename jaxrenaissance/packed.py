@@ -82,6 +82,11 @@ class Packed:
         return self._static.plan
 
     @property
+    def backend(self) -> str:
+        """What its ops run on: "auto", "cpu", "cuda" or "xla"."""
+        return self._static.backend
+
+    @property
     def tree(self) -> Any:
         """The tree, in the dtypes that were given."""
         plan, backend = self._static
@@ -163,6 +168,19 @@ def given_dtypes(plan: MemoryPlan) -> Dtypes:
     return tuple(tuple(plan.leaves[i].dtype for i in arena.leaves) for arena in plan.arenas)
 
 
+def arena_dtypes(plan: MemoryPlan) -> Dtypes:
+    """The dtypes in which no leaf is rounded: the arenas'."""
+    return tuple((arena.dtype,) * len(arena.leaves) for arena in plan.arenas)
+
+
+def arena_order(plan: MemoryPlan) -> list[int]:
+    """The trained leaves by their position in the arenas, one arena after the other.
+
+    It is by these positions that the counters name a leaf.
+    """
+    return [i for arena in plan.arenas for i in arena.leaves]
+
+
 def by_arena(plan: MemoryPlan, leaves: Sequence[Any]) -> list[list[Any]]:
     """Trained leaves in the tree's order → for each arena its leaves, in arena order."""
     return [[leaves[i] for i in arena.leaves] for arena in plan.arenas]
@@ -208,6 +226,14 @@ def _unpack(arenas: Arenas, *, plan: MemoryPlan, dtypes: Dtypes, backend: str) -
         ):
             leaves[i] = leaf
     return leaves
+
+
+def merge(plan: MemoryPlan, trained: Sequence[Any], others: Sequence[Any]) -> Any:
+    """The whole tree, from its trained leaves and the others, both in the tree's order."""
+    some, rest = iter(trained), iter(others)
+    return plan.treedef.unflatten(
+        [next(some) if is_trained else next(rest) for is_trained in plan.trained]
+    )
 
 
 def all_paths(plan: MemoryPlan) -> list[str]:

@@ -1,27 +1,27 @@
 """TrainState: parameters, moments and scalars as a few device buffers."""
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
-import optax
 
-from . import hyperparams, packed, scalars, transform
+from . import averages, gradients, hyperparams, metrics, packed, replan, scalars, surgery, transform
 from .compute_dtypes import ComputeDtype, resolve
-from .foreign import instead_of
-from .ops.primitive import same_manual_axes
+from .extra import check_like, copy, hold_back
+from .foreign import check_optimizer
+from .gradients import Gradients
+from .groups import Match
 from .packed import Dtypes
 from .paths import path_string
 from .plan import MemoryPlan, Rules, Stacked
 from .spec import Spec
 from .static import Static
+from .step import Buffers, scalar_dtype, start, step
+from .summary import describe
 from .transform import Optimizer
 
 _KEEP: Any = object()
@@ -54,19 +54,27 @@ class TrainState:
     Attributes:
         weights: one 1-D array an arena: [arena.size] in the arena's dtype.
         moments: for each arena its moments, arrays like the weights.
+        ema: the averages of the weights, arrays like them; () without `ema_decay`.
+        accumulator: sums of gradients, arrays like the weights; () without `accumulate`.
+        norms: for each arena the gradients' norms by segment; () without the metric "leaves".
         floats: the float scalars, see `scalars`.
         ints: the counters, int32.
         frozen: the leaves that are not trained, in the tree's order, as they were given.
         extra: whatever else the step carries, for example a `Packed` of batch statistics.
+        ema_extra: the average of `extra`, or None.
         static: plan, spec and compute dtypes: no numbers, so that a new value compiles nothing.
     """
 
     weights: tuple[jax.Array, ...]
     moments: tuple[tuple[jax.Array, ...], ...]
+    ema: tuple[jax.Array, ...]
+    accumulator: tuple[jax.Array, ...]
+    norms: tuple[jax.Array, ...]
     floats: jax.Array
     ints: jax.Array
     frozen: tuple[Any, ...]
     extra: Any
+    ema_extra: Any
     static: Static = dataclasses.field(metadata={"static": True})
 
     @staticmethod
@@ -79,6 +87,7 @@ class TrainState:
         stacked: Stacked | None = None,
         trainable: Any = None,
         extra: Any = None,
+        ema_extra: bool = False,
         shards: int = 1,
     ) -> "TrainState":
         """A state that starts from these parameters, which are copied: the caller's arrays stay.
@@ -93,21 +102,33 @@ class TrainState:
                 trained are always as given.
             rules, stacked, trainable, shards: see `MemoryPlan.build`.
             extra: a pytree of arrays, kept as `state.extra`.
+            ema_extra: whether the float arrays of `extra` are averaged as the weights are, for
+                `with_ema`: batch statistics that fit the averaged weights. Others are taken as
+                they are at the last update. The averages follow what `apply_gradients` is given.
 
         Raises:
             TypeError: if the optimizer is not one of this package's.
             ValueError: if a leaf cannot be trained, a pattern matches nothing, or arrays are
-                sharded over devices; names the leaf's path and the argument.
+                sharded over devices; names the leaf's path and the argument. If there is to be
+                an average of `extra`, and none of the weights.
         """
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
+        _check_ema_extra(ema_extra, optimizer)
         packed.refuse_sharded(params, "params")
         params = packed.canonical(params)
         plan = transform.build_plan(
-            params, optimizer.mask, rules=rules, stacked=stacked, trainable=trainable, shards=shards
+            params,
+            optimizer.mask,
+            optimizer.groups,
+            rules=rules,
+            stacked=stacked,
+            trainable=trainable,
+            shards=shards,
         )
         static = Static(plan, optimizer.spec, resolve(compute_dtype, plan))
-        _check_frozen(plan, params)
-        return _create(static, jtu.tree_leaves(params), extra, _initial_floats(plan, optimizer))
+        _check_frozen(plan, params, "params")
+        floats, ints = _initial_scalars(plan, optimizer)
+        return _create(static, ema_extra, jtu.tree_leaves(params), extra, floats, ints)
 
     @staticmethod
     def init(
@@ -115,6 +136,7 @@ class TrainState:
         optimizer: Optimizer,
         *,
         has_extra: bool = False,
+        ema_extra: bool = False,
         compute_dtype: ComputeDtype = None,
         rules: Rules | None = None,
         stacked: Stacked | None = None,
@@ -125,29 +147,36 @@ class TrainState:
 
         Args:
             fn: makes the parameters, `lambda: model.init(key, x)["params"]`.
-            optimizer, compute_dtype, rules, stacked, trainable, shards: as in `create`.
+            optimizer, compute_dtype, rules, stacked, trainable, ema_extra, shards: as in `create`.
             has_extra: whether fn returns a pair (params, extra).
 
         Raises:
             TypeError, ValueError: as `create`.
         """
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
+        _check_ema_extra(ema_extra, optimizer)
         shapes = jax.eval_shape(fn)
         if has_extra:
             if not (isinstance(shapes, tuple | list) and len(shapes) == 2):
                 raise ValueError("has_extra: fn must return a pair (params, extra)")
             shapes = shapes[0]
         plan = transform.build_plan(
-            shapes, optimizer.mask, rules=rules, stacked=stacked, trainable=trainable, shards=shards
+            shapes,
+            optimizer.mask,
+            optimizer.groups,
+            rules=rules,
+            stacked=stacked,
+            trainable=trainable,
+            shards=shards,
         )
         static = Static(plan, optimizer.spec, resolve(compute_dtype, plan))
 
-        def make(floats: jax.Array) -> TrainState:
+        def make(floats: jax.Array, ints: jax.Array) -> TrainState:
             made = fn()
             params, extra = made if has_extra else (made, None)
-            return _create(static, jtu.tree_leaves(params), extra, floats)
+            return _create(static, ema_extra, jtu.tree_leaves(params), extra, floats, ints)
 
-        return jax.jit(make)(_initial_floats(plan, optimizer))
+        return jax.jit(make)(*_initial_scalars(plan, optimizer))
 
     @property
     def plan(self) -> MemoryPlan:
@@ -166,7 +195,7 @@ class TrainState:
         Outside of jit they are copies, which outlive the state's donation; also of leaves that are
         not trained.
         """
-        return self._tree(packed.given_dtypes(self.plan), self._frozen_copies())
+        return self._tree(self.weights, packed.given_dtypes(self.plan), self._frozen_copies())
 
     @property
     def compute_params(self) -> Any:
@@ -175,7 +204,7 @@ class TrainState:
         Gradients of bfloat16 leaves add up in bfloat16: a weight that a scan uses thousands of
         times needs a float32 leaf, see `compute_dtype` in `create`.
         """
-        return self._tree(self.static.compute_dtypes, self._frozen_copies())
+        return self._tree(self.weights, self.static.compute_dtypes, self._frozen_copies())
 
     @property
     def trainable_params(self) -> Any:
@@ -185,7 +214,42 @@ class TrainState:
         put the rest back inside:
         `jax.grad(lambda p: loss(state.merge(p)))(state.trainable_params)`.
         """
-        return self._tree(self.static.compute_dtypes, (None,) * len(self.frozen))
+        return self._tree(self.weights, self.static.compute_dtypes, (None,) * len(self.frozen))
+
+    @property
+    def ema_params(self) -> Any:
+        """The moving average of the parameters, in full precision, debiased where it is to be.
+
+        Before the first update it is the parameters. Leaves that are not trained are as they are.
+
+        Raises:
+            ValueError: if the optimizer has no `ema_decay`.
+        """
+        return self._tree(
+            self._averages("ema_params"), packed.given_dtypes(self.plan), self._frozen_copies()
+        )
+
+    def with_ema(self) -> "TrainState":
+        """The state whose parameters are their moving average: for evaluation as it is.
+
+        `extra` is its average, too, where `create` was told `ema_extra=True`.
+
+        >>> import jax.numpy as jnp
+        >>> import jaxrenaissance as jr
+        >>> optimizer = jr.sgd(1.0, ema_decay=0.75)
+        >>> state = jr.TrainState.create({"w": jnp.ones(2)}, optimizer)
+        >>> state = state.apply_gradients({"w": jnp.ones(2)})
+        >>> state.params["w"].tolist(), state.with_ema().params["w"].tolist()
+        ([0.0, 0.0], [0.75, 0.75])
+
+        Raises:
+            ValueError: if the optimizer has no `ema_decay`.
+        """
+        new = dataclasses.replace(self, weights=self._averages("with_ema"))
+        if self.ema_extra is None:
+            return new
+        extra = averages.read_extra(self.spec, self.floats, self.ema_extra, self.extra)
+        return dataclasses.replace(new, extra=extra)
 
     def merge(self, trainable: Any) -> Any:
         """The whole tree, from one like `trainable_params` and the leaves that are not trained.
@@ -193,44 +257,118 @@ class TrainState:
         Raises:
             ValueError: if the structure is another, or a leaf's shape or dtype; names the paths.
         """
-        return self._fill(packed.match(self.plan, trainable, "trainable"), self._frozen_copies())
+        leaves = packed.match(self.plan, trainable, "trainable")
+        return packed.merge(self.plan, leaves, self._frozen_copies())
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """What the loss is multiplied by: a scalar, 1 where the optimizer has no `loss_scale`."""
+        return self.floats[..., scalars.LOSS_SCALE]
+
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss times the loss scale, for float16: differentiate this instead of the loss.
+
+        `apply_gradients` divides by the scale again, inside the update.
+
+        Args:
+            loss: a float scalar, or an array.
+
+        Returns:
+            The scaled loss, in float32 at least; without `loss_scale` the loss as it is.
+        """
+        if not self.spec.loss_scale:
+            return loss
+        self._check_single("scale_loss")
+        loss = jnp.asarray(loss)
+        dtype = jnp.promote_types(loss.dtype, jnp.float32)
+        return loss.astype(dtype) * self.loss_scale.astype(dtype)
 
     def apply_gradients(self, grads: Any, *, extra: Any = _KEEP) -> "TrainState":
         """The state after one step of the optimizer.
 
         With `skip_nonfinite`, where any trained leaf's gradient has a NaN or an infinity,
-        everything stays bit for bit as it is, but for the counters; nothing waits on the host, see
-        `jr.check`.
+        everything stays bit for bit as it is, but for counters and the loss scale; nothing waits on
+        the host, see `jr.check`. With `accumulate`, only the last call of a cycle updates, with the
+        mean of the cycle's gradients, and one bad call is enough to skip the cycle's update.
 
         Args:
             grads: gradients like `params`, `compute_params` or `trainable_params`; float32,
                 bfloat16 or float16 in any mixture (float64 too for float64 leaves). Those of leaves
-                that are not trained are ignored, whatever they are.
-
-            extra: what `extra` becomes where the step is not skipped, a tree like it: the batch
-                statistics of a bad step go with its gradients.
+                that are not trained are ignored, whatever they are. Or the `Gradients` of several
+                micro-batches, whose mean is taken; if there were none, nothing is updated.
+            extra: what `extra` becomes where this call's gradients are finite, a tree like it: the
+                batch statistics of a bad step go with its gradients.
 
         Raises:
             ValueError: if the tree does not match; names the paths that are missing, extra,
-                misshapen or of a wrong dtype.
+                misshapen or of a wrong dtype. If `Gradients` are of another plan, or meet an
+                optimizer with `accumulate`.
         """
         self._check_single("apply_gradients")
-        weights, moments, floats, ints = transform.step(
-            self.spec,
-            self.plan,
-            self.weights,
-            self.moments,
-            self.floats,
-            self.ints,
-            packed.match(self.plan, packed.canonical(grads), "grads"),
-        )
-        new = dataclasses.replace(self, weights=weights, moments=moments, floats=floats, ints=ints)
-        if extra is _KEEP:
-            return new
-        _check_like(self.extra, extra)
-        if self.spec.skip_nonfinite:
-            extra = jtu.tree_map(functools.partial(jnp.where, new.has_nan), self.extra, extra)
-        return dataclasses.replace(new, extra=extra)
+        if isinstance(grads, Gradients):
+            self._check_sums(grads, "grads")
+            buffers = self._buffers._replace(ints=gradients.counters(self.ints, grads))
+            buffers = step(self.spec, self.plan, buffers, grads.arenas, from_arena=True)
+        else:
+            leaves = packed.match(self.plan, packed.canonical(grads), "grads")
+            buffers = step(self.spec, self.plan, self._buffers, leaves)
+        new = dataclasses.replace(self, **buffers._asdict())
+        if extra is not _KEEP:
+            check_like(self.extra, extra)
+            if self.spec.skip_nonfinite:
+                extra = hold_back(self.extra, extra, new.has_nan)
+            new = dataclasses.replace(new, extra=extra)
+        if self.ema_extra is not None:
+            average = averages.follow_extra(new.floats, self.ema_extra, new.extra)
+            new = dataclasses.replace(new, ema_extra=average)
+        return new
+
+    def zero_gradients(self) -> Gradients:
+        """The sum of no gradients, for `accumulate`.
+
+        For micro-batches inside of one step, as `jax.lax.scan` runs through them:
+
+        >>> import jax, jax.numpy as jnp
+        >>> import jaxrenaissance as jr
+        >>> state = jr.TrainState.create({"w": jnp.ones(2)}, jr.sgd(1.0))
+        >>> @jax.jit(donate_argnums=0)
+        ... def train_step(state, batches):
+        ...     def micro_step(sums, batch):
+        ...         return state.accumulate(sums, {"w": batch}), None
+        ...     sums, _ = jax.lax.scan(micro_step, state.zero_gradients(), batches)
+        ...     return state.apply_gradients(sums)
+        >>> state = train_step(state, jnp.asarray([[1.0, 2.0], [3.0, 4.0]]))
+        >>> state.params["w"].tolist()
+        [-1.0, -2.0]
+
+        Raises:
+            ValueError: if the optimizer has `accumulate`: use one of the two.
+        """
+        self._check_single("zero_gradients")
+        self._check_not_accumulating("zero_gradients")
+        return gradients.zero(self.plan, self.weights)
+
+    def accumulate(self, sums: Gradients, grads: Any) -> Gradients:
+        """The sums with one micro-batch's gradients more, by one launch an arena.
+
+        A non-finite gradient is remembered, and `apply_gradients` then skips the update.
+
+        Args:
+            sums: from `zero_gradients`, or from here.
+            grads: as in `apply_gradients`.
+
+        Raises:
+            TypeError: if the sums are not `Gradients`.
+            ValueError: as `apply_gradients`.
+        """
+        self._check_single("accumulate")
+        if not isinstance(sums, Gradients):
+            raise TypeError(
+                f"sums: expected what zero_gradients gives, got a {type(sums).__name__}"
+            )
+        self._check_sums(sums, "sums")
+        leaves = packed.match(self.plan, packed.canonical(grads), "grads")
+        return gradients.add(self.spec, sums, leaves)
 
     def replace(self, *, params: Any = _KEEP, extra: Any = _KEEP) -> "TrainState":
         """The state with other parameters or another extra; moments and counters stay.
@@ -238,10 +376,10 @@ class TrainState:
         Args:
             params: like the parameters; leaves that are not trained keep their dtype and shape, or
                 are None to stay as they are.
-            extra: any pytree of arrays.
+            extra: any pytree of arrays; one like `extra` where the state has an average of it.
 
         Raises:
-            ValueError: as `apply_gradients`, for params.
+            ValueError: as `apply_gradients`.
         """
         new: dict[str, Any] = {}
         if params is not _KEEP:
@@ -252,39 +390,142 @@ class TrainState:
             new["weights"] = packed.pack(self.plan, leaves, backend=self.spec.backend)
             new["frozen"] = self._new_frozen(params)
         if extra is not _KEEP:
-            new["extra"] = _copy(extra)
+            if self.ema_extra is not None:
+                check_like(self.extra, extra)
+            new["extra"] = copy(extra)
         return dataclasses.replace(self, **new)
 
-    def replace_hyperparams(self, **numbers: hyperparams.Number) -> "TrainState":
+    def replace_hyperparams(
+        self,
+        *,
+        groups: Mapping[str, Mapping[str, hyperparams.Number]] | None = None,
+        **numbers: hyperparams.Number,
+    ) -> "TrainState":
         """The state with other values of hyperparameters, which compiles nothing anew.
 
         Args:
-            **numbers: by the names of the optimizer's arguments.
+            groups: for groups by name, the values by name: `groups={"head/*": {"scale": 2.0}}`.
+            **numbers: by the names of the optimizer's arguments. They go to all groups that have
+                none of their own.
 
         Raises:
-            TypeError, ValueError: if there is no such hyperparameter, it follows a schedule, or the
-                value is not allowed.
+            TypeError, ValueError: if there is no such hyperparameter or group, it follows a
+                schedule, or the value is not allowed.
         """
-        scheduled = dict(self.spec.schedules)
-        checked = {}
-        for name, value in numbers.items():
-            if name not in self.spec.names:
-                raise ValueError(
-                    f"{name}: {self.spec.kind} has no such hyperparameter, "
-                    f"it has {', '.join(self.spec.names)}"
-                )
-            if name in scheduled:
-                raise ValueError(
-                    f"{name}: it follows a schedule; make the optimizer with a number instead"
-                )
-            if callable(value):
-                raise TypeError(
-                    f"{name}: replace_hyperparams takes numbers; a schedule is given when the "
-                    "optimizer is made"
-                )
-            checked[name] = hyperparams.check_number(name, value)
-        floats = jnp.asarray(hyperparams.write(self.spec, self.floats, checked))
+        floats = hyperparams.replace(self.spec, self.floats, numbers, groups or {})
         return dataclasses.replace(self, floats=floats)
+
+    def map_params(
+        self, fn: Callable[[jax.Array], jax.Array], match: Match | None = None
+    ) -> "TrainState":
+        """The state with a function applied to its trained parameters, leaf by leaf.
+
+        Moments, averages and counters stay. Nothing is rounded: a bfloat16 or float16 leaf comes
+        in float32, as it is kept.
+
+        >>> import jax.numpy as jnp
+        >>> import jaxrenaissance as jr
+        >>> state = jr.TrainState.create({"w": jnp.full(2, 3.0), "b": jnp.ones(2)}, jr.adam(0.1))
+        >>> state = state.map_params(lambda x: jnp.clip(x, -2, 2), match="w")
+        >>> state.params["w"].tolist()
+        [2.0, 2.0]
+
+        Args:
+            fn: from a leaf, in its shape, to one of the same shape.
+            match: which leaves: a pattern, a `Region`, a list of these or a function (path,
+                `jax.ShapeDtypeStruct`) → bool. None: all.
+
+        Raises:
+            TypeError: if match is none of these.
+            ValueError: if it matches no leaf, or a result has another shape or no float dtype;
+                names the path.
+        """
+        self._check_single("map_params")
+        chosen = surgery.selected(self.plan, match)
+        backend = self.spec.backend
+        weights = surgery.map_params(self.plan, self.weights, fn, chosen, backend=backend)
+        return dataclasses.replace(self, weights=weights)
+
+    def reset_moments(self, match: Match | None = None) -> "TrainState":
+        """The state with moments that start anew at zero.
+
+        Counters stay, the step of Adam's bias correction among them: it is the state's, not a
+        leaf's, so that after a late reset the first updates of the leaf are small ones.
+
+        Args:
+            match: which leaves, as in `map_params`. None: all.
+
+        Raises:
+            TypeError, ValueError: as `map_params`, for match.
+        """
+        self._check_single("reset_moments")
+        chosen = surgery.selected(self.plan, match)
+        if not self.spec.config.moments:
+            return self
+        moments = surgery.reset_moments(
+            self.moments, plan=self.plan, chosen=chosen, backend=self.spec.backend
+        )
+        return dataclasses.replace(self, moments=moments)
+
+    def replan(
+        self,
+        new_tree: Any,
+        optimizer: Optimizer | None = None,
+        *,
+        rules: Rules | None = None,
+        stacked: Stacked | None = None,
+        trainable: Any = None,
+        compute_dtype: ComputeDtype = None,
+    ) -> "TrainState":
+        """The state for a changed tree of parameters: a new head, another vocabulary, more layers.
+
+        Leaves of the same path and shape keep their moments and averages; others start with zero
+        moments, and an average that is the weight. The paths of leaves that are no longer trained,
+        or have another shape, are told in one warning through the package's logger. Hyperparameters
+        and counters stay; a running cycle of `accumulate` starts anew.
+
+        Args:
+            new_tree: all parameters, as in `create`. Those that stay are read from here as well,
+                in the precision that they have here.
+            optimizer: to take mask and groups from, for all leaves; of the state's spec. None:
+                leaves known by path keep their group, others are in that without hyperparameters
+                of its own, decayed where the region is.
+            rules: as in `create`; where it says None, known leaves keep their region.
+            stacked: as in `create`. None: known leaves are stacked as before, others are not.
+            trainable: as in `create`. None: as before for known leaves; others are trained where
+                an arena can hold them.
+            compute_dtype: as in `create`. None: as before for known leaves, others as given.
+
+        Raises:
+            TypeError: if the optimizer is not one of this package's.
+            ValueError: if it is of another spec, or as `create`.
+        """
+        self._check_single("replan")
+        if optimizer is not None:
+            check_optimizer(optimizer)
+            if optimizer.spec != self.spec:
+                raise ValueError(
+                    f"optimizer: expected one of the state's spec, {self.spec}, got "
+                    f"{optimizer.spec}"
+                )
+        packed.refuse_sharded(new_tree, "new_tree")
+        tree = packed.canonical(new_tree)
+        static = replan.plan_again(
+            self.static,
+            tree,
+            optimizer,
+            rules=rules,
+            stacked=stacked,
+            trainable=trainable,
+            compute_dtype=compute_dtype,
+        )
+        _check_frozen(static.plan, tree, "new_tree")
+        replan.note_lost(self.plan, static.plan)
+        trained, frozen = _split(static.plan, jtu.tree_leaves(tree))
+        buffers = replan.move(self.static, static, self._buffers, trained)
+        return dataclasses.replace(
+            self, **buffers._asdict(), frozen=tuple(copy(frozen)), static=static
+        )
 
     @property
     def step(self) -> jax.Array:
@@ -298,183 +539,161 @@ class TrainState:
 
     @property
     def skipped(self) -> jax.Array:
-        """Calls that were skipped: an int32 scalar."""
+        """Updates that were skipped: an int32 scalar."""
         return self.ints[..., scalars.SKIPPED]
 
     @property
     def consecutive_skips(self) -> jax.Array:
-        """Calls that were skipped since the last update: an int32 scalar."""
+        """Updates that were skipped since the last one that was not: an int32 scalar."""
         return self.ints[..., scalars.CONSECUTIVE_SKIPS]
 
     @property
     def has_nan(self) -> jax.Array:
-        """Whether the last call was skipped: a bool scalar."""
+        """Whether the last call's gradients had a NaN or an infinity: a bool scalar."""
         return self.ints[..., scalars.HAS_NAN] != 0
 
     @property
     def metrics(self) -> dict[str, jax.Array]:
-        """Every hyperparameter as the last call used it, and the counters.
+        """Every hyperparameter as the last call used it, what was measured, and the counters.
 
         They are arrays of their own: they can be read after the state was donated. Each that leaves
         a jitted step is one more array, 3 µs of host time: pick what you log.
 
         Returns:
-            The optimizer's hyperparameters by name (float32, or float64), step, calls, skipped and
-            consecutive_skips (int32), and has_nan (bool): whether the last call was skipped.
+            By name, scalars of float32 (or float64) but for the counters:
+
+            - the optimizer's hyperparameters, and each group's own as "group/name";
+            - `loss_scale`, where there is one: what the next call uses;
+            - `grad_norm`, with `max_norm` or the metric "grad_norm" or "leaves": the global norm of
+              the gradients, unscaled and unclipped; with accumulation that of the mean, of the last
+              whole cycle;
+            - `clip_factor`, with `max_norm`: what the gradients were multiplied by, at most 1;
+            - `param_norm`, where asked for: of the trained parameters, before the call;
+            - `update_norm`, where asked for: of their change, 0 where the call updated nothing;
+            - `leaf_grad_norm`, with the metric "leaves": [leaves], by the order of `plan.leaves`,
+              see `plan.by_path`;
+            - step, calls, skipped and consecutive_skips (int32), and has_nan (bool).
         """
-        return {
-            **hyperparams.read(self.spec, self.floats),
-            "step": self.step,
-            "calls": self.calls,
-            "skipped": self.skipped,
-            "consecutive_skips": self.consecutive_skips,
-            "has_nan": self.has_nan,
-        }
+        return metrics.read(self.spec, self.plan, self._buffers)
+
+    @property
+    def _buffers(self) -> Buffers:
+        return Buffers(*(getattr(self, name) for name in Buffers._fields))
 
     def _check_single(self, method: str) -> None:
-        if self.ints.ndim != 1:
+        refuse_members(self.ints, method, f"state.{method}(x)")
+
+    def _check_sums(self, sums: Gradients, argument: str) -> None:
+        self._check_not_accumulating(argument)
+        if sums.plan != self.plan:
             raise ValueError(
-                f"{method}: the state holds {self.ints.shape[:-1]} members, made by jax.vmap. Call "
-                f"it under jax.vmap too: jax.vmap(lambda state, x: state.{method}(x))(state, xs)"
+                f"{argument}: the Gradients are those of another plan, {sums.plan!r}, wanted "
+                f"{self.plan!r}"
             )
 
-    def _tree(self, dtypes: Dtypes, frozen: tuple[Any, ...]) -> Any:
-        leaves = packed.unpack(self.plan, self.weights, dtypes, backend=self.spec.backend)
-        return self._fill(leaves, frozen)
+    def _check_not_accumulating(self, what: str) -> None:
+        if self.spec.accumulate:
+            raise ValueError(
+                f"{what}: the optimizer was made with accumulate=, which adds up gradients over "
+                "calls of apply_gradients. Use one of the two"
+            )
 
-    def _fill(self, trained: list[Any], frozen: tuple[Any, ...]) -> Any:
-        some, others = iter(trained), iter(frozen)
-        return self.plan.treedef.unflatten(
-            [next(some) if is_trained else next(others) for is_trained in self.plan.trained]
-        )
+    def _averages(self, method: str) -> tuple[jax.Array, ...]:
+        if not self.spec.ema:
+            raise ValueError(
+                f"{method}: the optimizer keeps no average of the weights; make it with ema_decay="
+            )
+        self._check_single(method)
+        return averages.read(self.spec, self.floats, self.ema, self.weights)
+
+    def _tree(self, weights: tuple[jax.Array, ...], dtypes: Dtypes, frozen: tuple[Any, ...]) -> Any:
+        leaves = packed.unpack(self.plan, weights, dtypes, backend=self.spec.backend)
+        return packed.merge(self.plan, leaves, frozen)
 
     def _frozen_copies(self) -> tuple[Any, ...]:
         if any(isinstance(x, jax.core.Tracer) for x in self.frozen):
             return self.frozen
-        return _copy(self.frozen)
+        return copy(self.frozen)
 
     def _new_frozen(self, params: Any) -> tuple[Any, ...]:
-        entries = packed.entries_of(self.plan, params, "params")
-        given = [x for x, trained in zip(entries, self.plan.trained, strict=True) if not trained]
-        paths = packed.all_paths(self.plan)
-        paths = [
-            path for path, trained in zip(paths, self.plan.trained, strict=True) if not trained
-        ]
-        for i, (old, new) in enumerate(zip(self.frozen, given, strict=True)):
+        _, given = _split(self.plan, packed.entries_of(self.plan, params, "params"))
+        _, paths = _split(self.plan, packed.all_paths(self.plan))
+        for path, old, new in zip(paths, self.frozen, given, strict=True):
             kind = getattr(new, "shape", None), getattr(new, "dtype", None)
             if new is not None and kind != (old.shape, old.dtype):
                 raise ValueError(
-                    f"params: {paths[i]!r} has shape {kind[0]} and dtype {kind[1]}, "
+                    f"params: {path!r} has shape {kind[0]} and dtype {kind[1]}, "
                     f"wanted {old.shape} and {old.dtype}"
                 )
         return tuple(
-            old if new is None else _copy(new) for old, new in zip(self.frozen, given, strict=True)
+            old if new is None else copy(new) for old, new in zip(self.frozen, given, strict=True)
         )
 
     def __repr__(self) -> str:
-        plan, spec = self.plan, self.spec
-        arenas = ", ".join(f"{arena.dtype}[{arena.size}]" for arena in plan.arenas) or "none"
-        computed = {d.name for own in self.static.compute_dtypes for d in own}
-        lines = [
-            f"{spec.kind}, backend {spec.backend}, {_progress(self.ints)}",
-            f"{len(plan.leaves):,} leaves, {plan.num_parameters:,} parameters, "
-            f"computed in {', '.join(sorted(computed)) or 'no dtype'}",
-            f"arenas: {arenas}; weights and {spec.config.moments} moments",
-        ]
-        if spec.schedules:
-            lines.append("schedules: " + ", ".join(f"{name}={s}" for name, s in spec.schedules))
-        if self.frozen:
-            lines.append(f"frozen: {len(self.frozen):,} leaves")
-        if self.extra is not None:
-            lines.append(f"extra: {_summary(self.extra)}")
-        return "TrainState(\n" + "".join(f"  {line}\n" for line in lines) + ")"
+        return describe(self.static, self.ints, self.frozen, self.extra)
 
 
-def _initial_floats(plan: MemoryPlan, optimizer: Optimizer) -> Any:
-    return hyperparams.initial_floats(
-        optimizer.spec, optimizer.numbers, plan.num_groups, transform.scalar_dtype(plan)
-    )
+def refuse_members(ints: jax.Array, method: str, call: str) -> None:
+    """Raises where a state has leading axes, as one that vmap made."""
+    if ints.ndim != 1:
+        raise ValueError(
+            f"{method}: the state holds {ints.shape[:-1]} members, made by jax.vmap. Call it under "
+            f"jax.vmap too: jax.vmap(lambda state, x: {call})(state, xs)"
+        )
 
 
-@jax.jit(static_argnums=0, inline=True)
-def _create(static: Static, leaves: list[Any], extra: Any, floats: jax.Array) -> TrainState:
-    pairs = list(zip(leaves, static.plan.trained, strict=True))
-    trained = [x for x, is_trained in pairs if is_trained]
-    weights = packed.pack(static.plan, trained, backend=static.spec.backend)
-    # Inside shard_map each step leaves all of them varying over the same axes, so they start so.
-    ints = jnp.asarray(scalars.initial_ints())
-    floats, ints, *weights = same_manual_axes([jnp.copy(floats), ints, *weights])
-    moments = static.spec.config.moments
+def _initial_scalars(plan: MemoryPlan, optimizer: Optimizer) -> tuple[Any, Any]:
+    spec, numbers = optimizer.spec, optimizer.numbers
+    floats = hyperparams.initial_floats(spec, numbers, plan.num_groups, scalar_dtype(plan))
+    return floats, hyperparams.initial_ints(numbers)
+
+
+@jax.jit(static_argnums=(0, 1), inline=True)
+def _create(
+    static: Static,
+    ema_extra: bool,
+    leaves: list[Any],
+    extra: Any,
+    floats: jax.Array,
+    ints: jax.Array,
+) -> TrainState:
+    spec, plan = static.spec, static.plan
+    trained, frozen = _split(plan, leaves)
+    weights = packed.pack(plan, trained, backend=spec.backend)
+    buffers = start(spec, plan, weights, jnp.copy(floats), jnp.copy(ints))
+    extra = copy(extra)
+    average = averages.start_extra(spec, extra, buffers.floats) if ema_extra else None
     return TrainState(
-        weights=tuple(weights),
-        moments=tuple(tuple(jnp.zeros_like(w) for _ in range(moments)) for w in weights),
-        floats=floats,
-        ints=ints,
-        frozen=tuple(jnp.copy(x) for x, is_trained in pairs if not is_trained),
-        extra=_copy(extra),
+        **buffers._asdict(),
+        frozen=tuple(copy(frozen)),
+        extra=extra,
+        ema_extra=average,
         static=static,
     )
 
 
-@jax.jit(inline=True)
-def _copy(tree: Any) -> Any:
-    return jtu.tree_map(jnp.copy, tree)
+def _split(plan: MemoryPlan, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """What stands for trained leaves, and for the others."""
+    pairs = list(zip(values, plan.trained, strict=True))
+    return [x for x, trained in pairs if trained], [x for x, trained in pairs if not trained]
 
 
-def _check_like(old: Any, new: Any) -> None:
-    """Raises unless the new extra has the structure, shapes and dtypes of the old one."""
-    if jtu.tree_structure(old) != jtu.tree_structure(new):
+def _check_ema_extra(ema_extra: Any, optimizer: Optimizer) -> None:
+    if not isinstance(ema_extra, bool):
+        raise TypeError(f"ema_extra: expected a bool, got {ema_extra!r}")
+    if ema_extra and not optimizer.spec.ema:
         raise ValueError(
-            f"extra: expected a tree like state.extra, {jtu.tree_structure(old)}, got "
-            f"{jtu.tree_structure(new)}"
+            "ema_extra: extra is averaged as the weights are, and the optimizer keeps no average; "
+            "make it with ema_decay="
         )
-    for (key_path, a), b in zip(jtu.tree_leaves_with_path(old), jtu.tree_leaves(new), strict=True):
-        wanted, got = jax.typeof(a), jax.typeof(b)
-        if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
-            raise ValueError(
-                f"extra: {path_string(key_path)!r} has shape {got.shape} and dtype {got.dtype}, "
-                f"wanted {wanted.shape} and {wanted.dtype}"
-            )
 
 
-def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, Optimizer):
-        return
-    if isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(
-            "optimizer: TrainState updates in place and takes an optimizer of this package "
-            f"(jr.adamw, jr.adam, jr.sgd), got an optax transformation. Use {instead_of(optimizer)}"
-        )
-    raise TypeError(
-        f"optimizer: expected one made by jr.adamw, jr.adam or jr.sgd, got {optimizer!r}"
-    )
-
-
-def _check_frozen(plan: MemoryPlan, params: Any) -> None:
+def _check_frozen(plan: MemoryPlan, params: Any, argument: str) -> None:
     for (key_path, leaf), trained in zip(
         jtu.tree_leaves_with_path(params), plan.trained, strict=True
     ):
         if not trained and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise ValueError(
-                f"params: the leaf {path_string(key_path)!r} is a {type(leaf).__name__}, and a "
+                f"{argument}: the leaf {path_string(key_path)!r} is a {type(leaf).__name__}, and a "
                 "state holds arrays. Take it out of the tree (equinox.partition)"
             )
-
-
-def _progress(ints: Any) -> str:
-    if isinstance(ints, jax.Array) and not isinstance(ints, jax.core.Tracer):
-        if ints.is_deleted():
-            return "donated"
-        if ints.ndim == 1 and ints.is_fully_addressable:
-            values = np.asarray(ints)
-            return f"step {values[scalars.STEP]}, skipped {values[scalars.SKIPPED]}"
-    shape = getattr(ints, "shape", None)
-    members = math.prod(shape[:-1]) if shape else 1
-    return f"{members:,} members" if members > 1 else "traced"
-
-
-def _summary(tree: Any) -> str:
-    if isinstance(tree, packed.Packed):
-        return repr(tree)
-    leaves = jtu.tree_leaves(tree)
-    return f"{type(tree).__name__} of {len(leaves):,} arrays"

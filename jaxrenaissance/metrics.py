@@ -1,0 +1,48 @@
+"""What a step tells of itself: every number as it was used, norms and counters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import hyperparams, scalars
+from .plan import MemoryPlan
+from .spec import Spec
+from .step import Arenas, Buffers
+
+
+def read(spec: Spec, plan: MemoryPlan, buffers: Buffers) -> dict[str, jax.Array]:
+    """See `TrainState.metrics`."""
+    floats, ints = buffers.floats, buffers.ints
+    measured = {
+        "grad_norm": (spec.norms, scalars.GRAD_NORM),
+        "clip_factor": ("max_norm" in spec.names, scalars.CLIP),
+        "loss_scale": (spec.loss_scale, scalars.LOSS_SCALE),
+        "param_norm": ("param_norm" in spec.metrics, scalars.PARAM_NORM),
+        "update_norm": ("update_norm" in spec.metrics, scalars.UPDATE_NORM),
+    }
+    values = hyperparams.read(spec, floats)
+    values |= {name: floats[..., slot] for name, (wanted, slot) in measured.items() if wanted}
+    if "leaves" in spec.metrics:
+        values["leaf_grad_norm"] = _by_leaf(plan, floats, buffers.norms)
+    counters = {
+        "step": scalars.STEP,
+        "calls": scalars.CALLS,
+        "skipped": scalars.SKIPPED,
+        "consecutive_skips": scalars.CONSECUTIVE_SKIPS,
+    }
+    values |= {name: ints[..., slot] for name, slot in counters.items()}
+    return values | {"has_nan": ints[..., scalars.HAS_NAN] != 0}
+
+
+@jax.jit(static_argnums=0, inline=True)
+def _by_leaf(plan: MemoryPlan, floats: jax.Array, by_segment: Arenas) -> jax.Array:
+    """[..., leaves]: the norm of each leaf, in the tree's order, from those of its segments."""
+    leaf = [np.array(a.leaves, np.int64)[a.segments[:, 2]] for a in plan.arenas]
+    index = np.concatenate([*leaf, np.zeros(0, np.int64)])
+    zeros = jnp.zeros((*floats.shape[:-1], len(plan.leaves)), floats.dtype)
+    norms = jnp.concatenate([zeros[..., :0], *by_segment], axis=-1)
+    # By the largest of a leaf, so that no square overflows and none is lost.
+    largest = zeros.at[..., index].max(norms)
+    scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    squares = zeros.at[..., index].add(jnp.square(norms / scale[..., index]))
+    return jnp.sqrt(squares) * scale

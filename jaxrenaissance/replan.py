@@ -1,0 +1,180 @@
+"""replan: a state goes on with another tree of parameters."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from . import averages, packed, scalars, transform
+from .compute_dtypes import ComputeDtype, resolve
+from .ops.checks import leaf_dtypes
+from .packed import Dtypes
+from .plan import Leaf, MemoryPlan, Rules, Stacked, arena_dtype
+from .static import Static
+from .step import Arenas, Buffers, scalar_dtype, start
+from .surgery import with_groups
+from .transform import Optimizer
+
+logger = logging.getLogger("jaxrenaissance")
+
+
+def plan_again(
+    old: Static,
+    tree: Any,
+    optimizer: Optimizer | None,
+    *,
+    rules: Rules | None,
+    stacked: Stacked | None,
+    trainable: Any,
+    compute_dtype: ComputeDtype,
+) -> Static:
+    """The static part of a state for this tree. See `TrainState.replan`."""
+    known = {leaf.path: leaf for leaf in old.plan.leaves}
+    options: dict[str, Any] = {
+        "rules": _rules(known, rules),
+        "stacked": _stacked(known) if stacked is None else stacked,
+        "trainable": _trainable(old.plan, tree) if trainable is None else trainable,
+    }
+    if optimizer is None:
+        plan = _as_known(MemoryPlan.build(tree, **options), old.plan)
+    else:
+        plan = transform.build_plan(tree, optimizer.mask, optimizer.groups, **options)
+    keep = compute_dtype is None
+    return Static(
+        plan, old.spec, _compute_dtypes(old, plan) if keep else resolve(compute_dtype, plan)
+    )
+
+
+def note_lost(old: MemoryPlan, new: MemoryPlan) -> None:
+    """Tells through the logger of which leaves the moments are not kept."""
+    now = {leaf.path: leaf for leaf in new.leaves}
+    lost = {
+        "no longer trained": [leaf.path for leaf in old.leaves if leaf.path not in now],
+        "of another shape, so that their moments start anew": [
+            leaf.path
+            for leaf in old.leaves
+            if leaf.path in now and leaf.shape != now[leaf.path].shape
+        ],
+    }
+    told = [f"{what}: {', '.join(map(repr, paths))}" for what, paths in lost.items() if paths]
+    if told:
+        logger.warning("replan: leaves %s", "; leaves ".join(told))
+
+
+@jax.jit(static_argnums=(0, 1), inline=True)
+def move(old: Static, new: Static, buffers: Buffers, leaves: Sequence[Any]) -> Buffers:
+    """The buffers of the new plan.
+
+    Args:
+        old, new: the static parts.
+        buffers: of the old plan.
+        leaves: the new trained leaves, in the tree's order.
+    """
+    spec, plan = new.spec, new.plan
+    weights = packed.pack(plan, leaves, backend=spec.backend)
+    dtypes = [plan.arenas[leaf.arena].dtype for leaf in plan.leaves]
+    zeros = [jnp.zeros(leaf.shape, d) for leaf, d in zip(plan.leaves, dtypes, strict=True)]
+    moments = [_move(old, new, own, zeros) for own in zip(*buffers.moments, strict=True)]
+    ema = ()
+    if spec.ema:
+        averaged = [x.astype(d) for x, d in zip(leaves, dtypes, strict=True)]
+        if spec.ema_debias:  # So that it reads as the weight, as it does at first.
+            weight = averages.gathered(buffers.floats)
+            averaged = [x * weight.astype(x.dtype) for x in averaged]
+        ema = _move(old, new, buffers.ema, averaged)
+    floats = buffers.floats.astype(scalar_dtype(plan))
+    buffers = start(spec, plan, weights, floats, _counters(old.plan, plan, buffers.ints))
+    by_arena = tuple(tuple(own[i] for own in moments) for i in range(len(weights)))
+    return buffers._replace(moments=by_arena, ema=ema)
+
+
+def _move(old: Static, new: Static, arenas: Arenas, fresh: Sequence[jax.Array]) -> Arenas:
+    """One series: what is kept from the old arenas, and what is fresh."""
+    backend = new.spec.backend
+    before = packed.unpack(old.plan, arenas, packed.arena_dtypes(old.plan), backend=backend)
+    same = {(leaf.path, leaf.shape): x for leaf, x in zip(old.plan.leaves, before, strict=True)}
+    after = [
+        same.get((leaf.path, leaf.shape), x).astype(x.dtype)
+        for leaf, x in zip(new.plan.leaves, fresh, strict=True)
+    ]
+    return packed.pack(new.plan, after, backend=backend)
+
+
+def _counters(old: MemoryPlan, new: MemoryPlan, ints: jax.Array) -> jax.Array:
+    """The counters, with the running cycle forgotten and the last bad leaf's new number."""
+    numbers = {new.leaves[i].path: n for n, i in enumerate(packed.arena_order(new))}
+    table = np.array(
+        [*(numbers.get(old.leaves[i].path, -1) for i in packed.arena_order(old)), -1], np.int32
+    )
+    slots = np.array([scalars.MICRO, scalars.CYCLE_BAD, scalars.LAST_BAD_LEAF])
+    last_bad = jnp.asarray(table)[ints[scalars.LAST_BAD_LEAF]]
+    return ints.at[slots].set(jnp.stack([jnp.int32(0), jnp.int32(0), last_bad]))
+
+
+def _rules(known: dict[str, Leaf], rules: Rules | None) -> Rules:
+    def region(path: str, leaf: jax.ShapeDtypeStruct) -> Any:
+        given = None if rules is None else rules(path, leaf)
+        return known[path].region if given is None and path in known else given
+
+    return region
+
+
+def _stacked(known: dict[str, Leaf]) -> Stacked:
+    def axes(path: str, leaf: jax.ShapeDtypeStruct) -> int:
+        same_rank = path in known and len(known[path].shape) == len(leaf.shape)
+        return known[path].stacked if same_rank else 0
+
+    return axes
+
+
+def _trainable(old: MemoryPlan, tree: Any) -> Callable[[str, Any], bool] | None:
+    known = dict(zip(packed.all_paths(old), old.trained, strict=True))
+
+    def trained(path: str, leaf: Any) -> bool:
+        return known.get(path, arena_dtype(leaf) is not None)
+
+    return trained if jtu.tree_leaves(tree) else None
+
+
+def _as_known(plan: MemoryPlan, old: MemoryPlan) -> MemoryPlan:
+    """The plan with the groups and the names of the rules that leaves had."""
+    known = {leaf.path: leaf for leaf in old.leaves}
+
+    def as_known(leaf: Leaf) -> Leaf:
+        before = known.get(leaf.path)
+        if before is None:
+            return leaf
+        rule = before.rule if before.region == leaf.region else leaf.rule
+        return dataclasses.replace(leaf, group=before.group, rule=rule)
+
+    leaves = tuple(map(as_known, plan.leaves))
+    arenas = tuple(
+        with_groups(layout, [leaves[i].group for i in layout.leaves]) for layout in plan.arenas
+    )
+    return dataclasses.replace(plan, leaves=leaves, arenas=arenas, groups=old.groups)
+
+
+def _compute_dtypes(old: Static, plan: MemoryPlan) -> Dtypes:
+    """Those that the leaves had; new leaves, and what an arena cannot give, are as given."""
+    known = {}
+    for layout, row in zip(old.plan.arenas, old.compute_dtypes, strict=True):
+        for i, dtype in zip(layout.leaves, row, strict=True):
+            leaf = old.plan.leaves[i]
+            if dtype != leaf.dtype:
+                known[leaf.path] = dtype
+    rows = []
+    for layout in plan.arenas:
+        own = [plan.leaves[i] for i in layout.leaves]
+        wanted = [known.get(leaf.path, leaf.dtype) for leaf in own]
+        rows.append(
+            tuple(
+                dtype if dtype in leaf_dtypes(layout) else leaf.dtype
+                for dtype, leaf in zip(wanted, own, strict=True)
+            )
+        )
+    return tuple(rows)

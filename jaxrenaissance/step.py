@@ -1,0 +1,197 @@
+"""step: what one call of an optimizer runs, over all arenas of a state."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import hyperparams, ops, packed, scalars
+from .ops.primitive import same_manual_axes
+from .plan import MemoryPlan
+from .spec import Spec
+
+Arenas = tuple[jax.Array, ...]
+
+
+class Buffers(NamedTuple):
+    """What a step reads and renews. A series that the optimizer does not keep is ().
+
+    Attributes:
+        weights: the arenas.
+        moments: for each arena its moments.
+        ema: the averages of the weights, like them.
+        accumulator: the sums of the running cycle's gradients, like the weights.
+        norms: for each arena the norms of its segments, in the dtype of `floats`.
+        floats, ints: the scalars.
+    """
+
+    weights: Arenas
+    moments: tuple[Arenas, ...]
+    ema: Arenas
+    accumulator: Arenas
+    norms: Arenas
+    floats: jax.Array
+    ints: jax.Array
+
+
+def start(
+    spec: Spec, plan: MemoryPlan, weights: Arenas, floats: jax.Array, ints: jax.Array
+) -> Buffers:
+    """The buffers of a state that has not been stepped, from its weights and scalars."""
+    norms = [jnp.zeros(len(layout.segments), floats.dtype) for layout in plan.arenas]
+    # Inside shard_map each step leaves all of them varying over the same axes, so they start so.
+    floats, ints, *rest = same_manual_axes([floats, ints, *weights, *norms])
+    weights, norms = tuple(rest[: len(weights)]), tuple(rest[len(weights) :])
+    averages = map(jnp.zeros_like if spec.ema_debias else jnp.copy, weights)
+    return Buffers(
+        weights=weights,
+        moments=tuple(
+            tuple(jnp.zeros_like(w) for _ in range(spec.config.moments)) for w in weights
+        ),
+        ema=tuple(averages) if spec.ema else (),
+        accumulator=tuple(map(jnp.zeros_like, weights)) if spec.accumulate else (),
+        norms=norms if "leaves" in spec.metrics else (),
+        floats=floats,
+        ints=ints,
+    )
+
+
+def scalar_dtype(plan: MemoryPlan) -> np.dtype:
+    """The dtype of a state's float scalars: the widest of the arenas'."""
+    return max(
+        (arena.dtype for arena in plan.arenas),
+        key=lambda d: d.itemsize,
+        default=np.dtype("float32"),
+    )
+
+
+def first_leaves(plan: MemoryPlan) -> list[int]:
+    """For each arena the number of its first leaf, where all arenas' leaves are counted through."""
+    counts = [len(layout.leaves) for layout in plan.arenas]
+    return [sum(counts[:i]) for i in range(len(counts))]
+
+
+# Inlined into the caller's own jit; called from Python, it is one dispatch.
+@jax.jit(static_argnums=(0, 1), static_argnames=("from_arena",), inline=True)
+def step(
+    spec: Spec,
+    plan: MemoryPlan,
+    buffers: Buffers,
+    gradients: Sequence[Any],
+    *,
+    from_arena: bool = False,
+) -> Buffers:
+    """One step over all arenas.
+
+    A pass over the gradients where one is wanted, schedules, the scalars, then one update an arena.
+
+    Args:
+        spec, plan: static.
+        buffers: of the state.
+        gradients: the trained leaves' in the tree's order, checked; or with `from_arena` one arena
+            each, in which non-finite values were looked for when they were added up.
+        from_arena: which of the two.
+    """
+    old = buffers
+    own: Sequence[Any] = gradients if from_arena else packed.by_arena(plan, gradients)
+    flag = spec.skip_nonfinite and not from_arena
+    ints, accumulator, workspaces = _look_at(spec, plan, old, own, flag=flag)
+    if accumulator:
+        own = accumulator
+    floats = hyperparams.follow_schedules(spec, old.floats, ints[scalars.STEP])
+    floats, ints, norms = _advance(spec, plan, old._replace(floats=floats, ints=ints), workspaces)
+    if "update_norm" in spec.metrics:
+        floats = _measure_update(spec, plan, old._replace(floats=floats), own)
+    new = [
+        ops.update(
+            spec.update,
+            layout,
+            floats,
+            old.weights[i],
+            old.moments[i],
+            own[i],
+            ema=old.ema[i] if old.ema else None,
+            gated=spec.accumulate,
+            backend=spec.backend,
+        )
+        for i, layout in enumerate(plan.arenas)
+    ]
+    return Buffers(
+        weights=tuple(weights for weights, _, _ in new),
+        moments=tuple(moments for _, moments, _ in new),
+        ema=tuple(ema for _, _, ema in new if ema is not None),
+        accumulator=accumulator,
+        norms=norms,
+        floats=floats,
+        ints=ints,
+    )
+
+
+def _look_at(
+    spec: Spec, plan: MemoryPlan, old: Buffers, own: Sequence[Any], *, flag: bool
+) -> tuple[jax.Array, Arenas, Arenas]:
+    """The pass over the gradients: the counters, the sums and the workspaces of the norms."""
+    ints, sums, workspaces = old.ints, [], []
+    for i, (layout, first) in enumerate(zip(plan.arenas, first_leaves(plan), strict=True)):
+        where: dict[str, Any] = {"first_leaf": first, "backend": spec.backend}
+        if spec.accumulate:
+            ints, total, workspace = ops.accumulate(
+                layout, ints, old.accumulator[i], own[i], flag=flag, norms=spec.norms, **where
+            )
+            sums.append(total)
+            if workspace is not None:
+                workspaces.append(workspace)
+        elif spec.norms:
+            ints, workspace = ops.norms(layout, ints, own[i], flag=flag, **where)
+            workspaces.append(workspace)
+        elif flag:
+            ints = ops.statistics(layout, ints, own[i], **where)
+    return ints, tuple(sums), tuple(workspaces)
+
+
+def _advance(
+    spec: Spec, plan: MemoryPlan, old: Buffers, workspaces: Arenas
+) -> tuple[jax.Array, jax.Array, Arenas]:
+    """The scalars and counters of this call, and the norms of the segments."""
+    ints, weights = old.ints, []
+    if "param_norm" in spec.metrics:
+        for layout, arena in zip(plan.arenas, old.weights, strict=True):
+            ints, workspace = ops.norms(layout, ints, arena, flag=False, backend=spec.backend)
+            weights.append(workspace)
+    if not workspaces and not weights:
+        return *ops.prologue(old.floats, ints, backend=spec.backend), old.norms
+    by_segment = "leaves" in spec.metrics
+    floats, ints, norms = ops.finish(
+        old.floats,
+        ints,
+        [*workspaces, *weights],
+        [*_segments(plan)[: len(workspaces)], *_segments(plan)[: len(weights)]],
+        gradients=len(workspaces),
+        by_segment=by_segment,
+        backend=spec.backend,
+    )
+    if by_segment and spec.accumulate:
+        complete = ints[scalars.MICRO] == 0
+        norms = tuple(jnp.where(complete, *pair) for pair in zip(norms, old.norms, strict=True))
+    return floats, ints, tuple(norms)
+
+
+def _measure_update(spec: Spec, plan: MemoryPlan, old: Buffers, own: Sequence[Any]) -> jax.Array:
+    """The scalars with the norm of what the update is about to change."""
+    workspaces = [
+        ops.update_norms(
+            spec.update, layout, old.floats, weights, moments, gradients, backend=spec.backend
+        )
+        for layout, weights, moments, gradients in zip(
+            plan.arenas, old.weights, old.moments, own, strict=True
+        )
+    ]
+    if not workspaces:
+        return old.floats
+    return ops.finish_update(old.floats, workspaces, _segments(plan), backend=spec.backend)
+
+
+def _segments(plan: MemoryPlan) -> list[int]:
+    return [len(layout.segments) for layout in plan.arenas]
