@@ -284,7 +284,8 @@ def test_one_array_may_be_several_operands(kind, backend):
     wanted = expected_update(kind, LAYOUT, states, states[0], factor=0.5)
 
     def fn(floats, x):
-        new, moments, _ = ops.update(kind, LAYOUT, floats, x, [x] * MOMENTS[kind], x, backend=backend)
+        moments = [x] * MOMENTS[kind]
+        new, moments, _ = ops.update(kind, LAYOUT, floats, x, moments, x, backend=backend)
         return [new, *moments]
 
     for step in jax.jit(fn), jax.jit(fn, donate_argnums=1):
