@@ -297,3 +297,123 @@ def test_a_first_step_that_overflows_is_not_counted(backend):
     new = step(put(floats), put(ints), *(put(x) for x in states))
     wanted = to_arena(layout, [np.full(3, 0.75), np.full(40, 0.5)])
     np.testing.assert_allclose(new, wanted, rtol=1e-6)
+
+
+# The average of the weights, and bounds.
+
+
+@pytest.mark.parametrize("source", ["leaves", "arena"])
+@pytest.mark.parametrize("dtype", LEAF_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_average_follows_the_new_weights(kind, dtype, source, backend):
+    rng = np.random.default_rng(5)
+    layout = usual_layout(dtype)
+    states, leaves = random_states(layout, kind, rng), random_leaves(layout, rng)
+    ema, gradient = to_arena(layout, random_leaves(layout, rng)), to_arena(layout, leaves)
+    wanted = expected_update(kind, layout, states, gradient, factor=0.5)
+    floats = make_floats(dtype=dtype, factor=0.5, one_minus_ema=0.125)
+    operand = leaves if source == "leaves" else gradient
+    with jax.enable_x64(dtype == "float64"):
+        *got, average = update(kind, layout, floats, states, operand, ema=ema, backend=backend)
+        alone = update(kind, layout, floats, states, operand, backend=backend)
+    for x, y, z in zip(got, alone, wanted, strict=True):
+        assert_close(x, z, dtype)
+        if backend != "xla":
+            assert_same_bits(x, y)
+    assert_close(average, ema + 0.125 * (wanted[0] - ema), dtype)
+
+
+def test_an_average_without_a_decay_is_the_weights_whatever_it_was(backend):
+    rng = np.random.default_rng(6)
+    layout = usual_layout()
+    states, leaves = random_states(layout, "sgd", rng), random_leaves(layout, rng)
+    values = rng.choice([np.nan, np.inf, 1e38, -1e38], layout.size)
+    ema = np.where(group_of_elements(layout) < 0, 0, values).astype(np.float32)
+    floats = make_floats(one_minus_ema=1.0)
+    weights, average = update("sgd", layout, floats, states, leaves, ema=ema, backend=backend)
+    assert_same_bits(average, weights)
+
+
+def test_an_average_with_a_decay_of_one_stays(backend):
+    rng = np.random.default_rng(7)
+    layout = usual_layout()
+    states, leaves = random_states(layout, "sgd", rng), random_leaves(layout, rng)
+    ema = to_arena(layout, random_leaves(layout, rng))
+    floats = make_floats(one_minus_ema=0.0)
+    _, average = update("sgd", layout, floats, states, leaves, ema=ema, backend=backend)
+    np.testing.assert_array_equal(average, ema)
+
+
+@pytest.mark.parametrize("apply", [False, True])
+@pytest.mark.parametrize("dtype", LEAF_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gated_update_is_the_same(kind, dtype, apply, backend):
+    rng = np.random.default_rng(8)
+    layout = usual_layout(dtype)
+    states, leaves = random_states(layout, kind, rng), random_leaves(layout, rng)
+    ema, gradient = to_arena(layout, random_leaves(layout, rng)), to_arena(layout, leaves)
+    floats = make_floats(dtype=dtype, one_minus_ema=0.25, apply=apply)
+    with jax.enable_x64(dtype == "float64"):
+        for average, operand in (None, gradient), (ema, gradient), (ema, leaves):
+            got, wanted = (
+                update(kind, layout, floats, states, operand, ema=average, gated=g, backend=backend)
+                for g in (True, False)
+            )
+            for x, y in zip(got, wanted, strict=True):
+                assert_same_bits(x, y)
+            if not apply:
+                olds = states if average is None else [*states, average]
+                for x, y in zip(got, olds, strict=True):
+                    assert_same_bits(x, y)
+
+
+@native_backends
+def test_padding_of_the_average_is_never_written(backend):
+    rng = np.random.default_rng(9)
+    layout = usual_layout()
+    padding = group_of_elements(layout) < 0
+    states, leaves = random_states(layout, "adam", rng), random_leaves(layout, rng)
+    ema = to_arena(layout, random_leaves(layout, rng))
+    ema.view(np.uint32)[padding] = 0xFFA1B2C3
+    for rate in 0.5, 1.0:
+        floats = make_floats(one_minus_ema=rate)
+        new = update("adam", layout, floats, states, leaves, ema=ema, backend=backend)[-1]
+        assert_same_bits(new[padding], ema[padding])
+
+
+@pytest.mark.parametrize("source", ["leaves", "arena"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_clamped_after_they_are_scaled_and_before_the_decay(kind, source, backend):
+    rng = np.random.default_rng(10)
+    layout, numbers = usual_layout(), with_decay("both")
+    states, leaves = random_states(layout, kind, rng), random_leaves(layout, rng)
+    gradient = to_arena(layout, leaves)
+    options = {"factor": 4.0, "max_value": 1.5}
+    wanted = expected_update(kind, layout, states, gradient, numbers, **options)
+    operand = leaves if source == "leaves" else gradient
+    floats = make_floats(numbers, **options)
+    for x, y in zip(
+        update(kind, layout, floats, states, operand, backend=backend), wanted, strict=True
+    ):
+        assert_close(x, y)
+
+
+def test_a_bound_hides_no_nan_and_clamps_infinities(backend):
+    layout = make_layout([(5,)])
+    gradient = [np.array([np.nan, np.inf, -np.inf, 0.25, -9], np.float32)]
+    floats = make_floats([{"lr": 1.0}], max_value=0.5)
+    states = [np.zeros(layout.size, np.float32)]
+    new, *_ = update("sgd", layout, floats, states, gradient, backend=backend)
+    np.testing.assert_array_equal(new[:5], [np.nan, -0.5, 0.5, -0.25, 0.5])
+
+
+def test_a_group_may_have_a_factor_on_its_rate(backend):
+    rng = np.random.default_rng(11)
+    layout = usual_layout()
+    numbers = [NUMBERS[0] | {"scale": 0.25}, NUMBERS[1] | {"scale": 3.0}]
+    states, leaves = random_states(layout, "adam", rng), random_leaves(layout, rng)
+    wanted = expected_update("adam", layout, states, to_arena(layout, leaves), numbers)
+    floats = make_floats(numbers)
+    got = update("adam", layout, floats, states, leaves, backend=backend)
+    for x, y in zip(got, wanted, strict=True):
+        assert_close(x, y)

@@ -81,6 +81,10 @@ def ieee_update(kind, layout, floats, states, gradient):
     return new
 
 
+def ieee_lerp(a, b, t):
+    return a + t * (b - a)
+
+
 def assert_bits_where_not_nan(got, wanted):
     for x, y in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
@@ -97,6 +101,45 @@ def problem(kind, dtype, seed=0):
     with np.errstate(all="ignore"):
         wanted = ieee_update(kind, layout, floats, states, to_arena(layout, leaves))
     return layout, floats, states, leaves, wanted
+
+
+@native_backends
+@pytest.mark.parametrize("dtype", LEAF_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bounds_and_averages_have_the_bits_of_ieee_arithmetic(kind, dtype, backend):
+    layout, floats, states, leaves, _ = problem(kind, dtype)
+    floats = floats.copy()
+    floats[s.MAX_VALUE], floats[s.ONE_MINUS_EMA] = 0.6, 0.3
+    (ema,) = wild_states(layout, "sgd", np.random.default_rng(4))
+    with np.errstate(all="ignore"):
+        wanted = ieee_update(kind, layout, floats, states, to_arena(layout, leaves))
+        wanted.append(ieee_lerp(ema, wanted[0], floats[s.ONE_MINUS_EMA]))
+    with jax.enable_x64(dtype == "float64"):
+        for gradients in leaves, to_arena(layout, leaves):
+            for gated in False, True:
+                got = update(
+                    kind, layout, floats, states, gradients, ema=ema, gated=gated, backend=backend
+                )
+                assert_bits_where_not_nan(got, wanted)
+
+
+@native_backends
+@pytest.mark.parametrize("source", ["leaves", "arena", "zero"])
+@pytest.mark.parametrize("dtype", LEAF_DTYPES)
+def test_lerp_has_the_bits_of_ieee_arithmetic(dtype, source, backend):
+    rng = np.random.default_rng(5)
+    layout = usual_layout(dtype)
+    targets, leaves = wild_states(layout, "momentum", rng), wild(layout, rng)
+    arena = to_arena(layout, leaves)
+    given = {"leaves": leaves, "arena": arena, "zero": None}[source]
+    to = np.zeros_like(arena) if source == "zero" else arena
+    taus, groups = np.array([0.3, 0.007], dtype), group_of_elements(layout)
+    with np.errstate(all="ignore"):
+        moved = [np.where(groups < 0, a, ieee_lerp(a, to, taus[groups])) for a in targets]
+    with jax.enable_x64(dtype == "float64"):
+        run = jax.jit(functools.partial(ops.lerp, layout, backend=backend))
+        got = [np.array(x) for x in run(*jax.device_put((taus, targets, given)))]
+    assert_bits_where_not_nan(got, moved)
 
 
 @native_backends
@@ -172,21 +215,36 @@ def test_cpu_and_cuda_have_the_same_bits_over_whole_steps(kind, dtype):
     )
     steps = [wild(layout, rng) for _ in range(4)]
     steps[2][-1][-1] = np.nan
-    floats = make_floats(DECAYED, dtype=dtype, factor=0.7)
-    operands = floats, s.initial_ints(), wild_states(layout, kind, rng), steps
+    floats = make_floats(
+        DECAYED,
+        dtype=dtype,
+        factor=0.7,
+        max_norm=3.0,
+        backoff=0.5,
+        min_scale=0.1,
+        one_minus_ema=0.3,
+    )
+    states = [*wild_states(layout, kind, rng), *wild_states(layout, "sgd", rng)]
+    operands = floats, s.initial_ints(), states, steps
     dtypes = [LEAF_DTYPES[dtype][i % 3] for i in range(len(sizes))]
 
     def run(backend, floats, ints, states, steps):
+        count = [len(layout.segments)]
         for leaves in steps:
-            weights, *moments = states
-            ints = ops.statistics(layout, ints, leaves, backend=backend)
-            floats, ints = ops.prologue(floats, ints, backend=backend)
-            weights, moments, _ = ops.update(
-                kind, layout, floats, weights, moments, leaves, backend=backend
+            weights, *moments, ema = states
+            ints, workspace = ops.norms(layout, ints, leaves, flag=True, backend=backend)
+            floats, ints, norms = ops.finish(
+                floats, ints, [workspace], count, gradients=1, by_segment=True, backend=backend
             )
-            states = [weights, *moments]
+            series = layout, floats, weights, moments, leaves
+            workspace = ops.update_norms(kind, *series, backend=backend)
+            floats = ops.finish_update(floats, [workspace], count, backend=backend)
+            weights, moments, ema = ops.update(
+                kind, layout, floats, weights, moments, leaves, ema=ema, backend=backend
+            )
+            states = [weights, *moments, ema]
         leaves = ops.unpack(layout, states[0], dtypes, backend=backend)
-        return floats, ints, states, leaves, ops.pack(layout, leaves, backend=backend)
+        return floats, ints, states, norms, leaves, ops.pack(layout, leaves, backend=backend)
 
     with jax.enable_x64(dtype == "float64"):
         results = [
