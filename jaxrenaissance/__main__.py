@@ -73,12 +73,12 @@ def plan(options: argparse.Namespace) -> str:
         stacked=_stacked(options.stacked),
         shards=options.shards,
     )
-    config = PlanConfig.for_kind(options.optimizer, ema=options.ema)
+    config = PlanConfig.for_kind(options.optimizer, ema=options.ema, accumulator=options.accumulate)
     total = memory.total_bytes(config)
-    average = ", EMA" if options.ema else ""
+    more = ", EMA" * config.ema + ", sum of gradients" * config.accumulator
     return (
         f"{memory.table(all=options.all)}\n{total:,} bytes ({total / 2**20:,.1f} MiB) for "
-        f"{options.optimizer}: weights, {config.moments} moment(s){average}"
+        f"{options.optimizer}: weights, {config.moments} moment(s){more}"
     )
 
 
@@ -101,8 +101,9 @@ def _parser() -> argparse.ArgumentParser:
         default="adamw",
         help="whose memory to add up (lars, lamb and lion: sizes only, they do not exist yet)",
     )
+    command.add_argument("--ema", action="store_true", help="with an average of the weights")
     command.add_argument(
-        "--ema", action="store_true", help="an average of the weights too (size only)"
+        "--accumulate", action="store_true", help="with a sum of gradients over several calls"
     )
     command.add_argument("--shards", type=int, default=1, help="devices that share the arenas")
     command.add_argument(

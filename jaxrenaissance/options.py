@@ -10,8 +10,6 @@ from .hyperparams import Numbers, Value, check_number
 from .loss_scale import DynamicLossScale, LossScale
 from .spec import METRICS, GroupSpec, Schedule, Schedules, Spec
 
-_BOOLS = ("skip_nonfinite", "ema_debias")
-
 
 class Options(NamedTuple):
     r"""What every factory takes beside its own hyperparameters.
@@ -73,8 +71,11 @@ def resolve(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    flags = {"decoupled": decoupled} | {name: getattr(options, name) for name in _BOOLS}
-    for name, value in flags.items():
+    for name, value in (
+        ("decoupled", decoupled),
+        ("skip_nonfinite", options.skip_nonfinite),
+        ("ema_debias", options.ema_debias),
+    ):
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected a bool, got {value!r}")
     mask = options.mask
@@ -87,9 +88,12 @@ def resolve(
     if accumulate is not None and not isinstance(accumulate, Accumulate):
         raise TypeError(f"accumulate: expected a jr.Accumulate or None, got {accumulate!r}")
 
-    optional = ("max_norm", "max_value", "ema_decay")
-    given = {name: getattr(options, name) for name in optional}
-    values = dict(values) | {name: value for name, value in given.items() if value is not None}
+    optional = {
+        "max_norm": options.max_norm,
+        "max_value": options.max_value,
+        "ema_decay": options.ema_decay,
+    }
+    values = {**values, **{name: x for name, x in optional.items() if x is not None}}
     scaled = ("loss_scale",) if options.loss_scale is not None else ()
     schedules, numbers = _split(values)
     groups = [_group(kind, group, values) for group in check_groups(options.groups)]
@@ -107,7 +111,7 @@ def resolve(
         metrics=_metrics(options.metrics),
     )
     every = 1 if accumulate is None else int(accumulate.every)
-    own = tuple(numbers for _, numbers in groups)
+    own = tuple(values for _, values in groups)
     return spec, Numbers(numbers, own, options.loss_scale, every)
 
 

@@ -390,6 +390,21 @@ def test_optax_contract_clips_as_optax_does():
             np.testing.assert_allclose(updates[key], wanted[key], rtol=1e-6, atol=1e-7)
 
 
+def test_inject_hyperparams_traces_the_numbers_of_all_options():
+    params = {"w": jnp.full(4, 2.0)}
+    groups = [jr.Group("w", scale=0.5)]
+    injected = optax.inject_hyperparams(jr.sgd)(0.5, max_norm=1.0, max_value=0.25, groups=groups)
+    state = injected.init(params)
+    assert {"learning_rate", "max_norm", "max_value"} <= state.hyperparams.keys()
+    update = jax.jit(injected.update)
+    # The norm is 4: the bound 1 leaves 0.5 of each element, max_value 0.25 of that.
+    updates, state = update(params, state, params)
+    np.testing.assert_allclose(updates["w"], -0.5 * 0.5 * 0.25, rtol=1e-6)
+    state.hyperparams["max_norm"] = jnp.asarray(0.25)
+    updates, state = update(params, state, params)
+    np.testing.assert_allclose(updates["w"], -0.5 * 0.5 * 0.125, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

@@ -40,7 +40,8 @@ def adam(
     biases and norm scales alone unless a `mask` is given; ``mask=True`` gives what that chain
     gives. Without weight decay it is ``optax.adam``.
 
-    With g the gradient, t the updates made with this one, in float32 (float64 for float64 leaves):
+    With g the gradient, unscaled and clipped as `max_norm` and `max_value` say, and t the updates
+    made with this one, in float32 (float64 for float64 leaves):
 
     .. math::
         g &\leftarrow g + wd\, w \\

@@ -39,7 +39,8 @@ def adamw(
     **Unlike optax.adamw**, weight decay leaves biases and norm scales alone unless a `mask` is
     given; ``mask=True`` gives what ``optax.adamw`` gives by default.
 
-    With g the gradient, t the updates made with this one, in float32 (float64 for float64 leaves):
+    With g the gradient, unscaled and clipped as `max_norm` and `max_value` say, and t the updates
+    made with this one, in float32 (float64 for float64 leaves):
 
     .. math::
         m &\leftarrow \beta_1 m + (1 - \beta_1) g \\

@@ -38,7 +38,8 @@ def sgd(
     biases and norm scales alone unless a `mask` is given, and it is decoupled: it does not pass
     through the momentum. ``mask=True, decoupled=False`` gives what that chain gives.
 
-    With g the gradient and wd the weight decay, in float32 (float64 for float64 leaves):
+    With g the gradient, unscaled and clipped as `max_norm` and `max_value` say, and wd the weight
+    decay, in float32 (float64 for float64 leaves):
 
     .. math::
         \text{SGD:}\quad & w \leftarrow w (1 - \eta\, wd) - \eta g \\
