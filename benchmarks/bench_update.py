@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from timing import alternate, copy_rate, report
+from timing import Seconds, alternate, copy_rate, report, step_row
 
 from jaxrenaissance import ops, scalars
 from jaxrenaissance.models import named_shapes
@@ -42,8 +42,7 @@ def random_tree(shapes: Any, seed: int, scale: float, dtype: Any = jnp.float32) 
 
 def initial_floats() -> np.ndarray:
     """The scalars of AdamW for both groups."""
-    floats = np.zeros(scalars.floats_size(2), np.float32)
-    floats[scalars.GRAD_FACTOR] = 1
+    floats = scalars.initial_floats(2, np.dtype(np.float32))
     for group in range(2):
         floats[scalars.float_index(group, scalars.LEARNING_RATE)] = LEARNING_RATE
         floats[scalars.float_index(group, scalars.WEIGHT_DECAY)] = WEIGHT_DECAY * (group == 0)
@@ -60,7 +59,7 @@ def arena_steps(layout: ArenaLayout, skip: bool, steps: int, state: Any, gradien
         if skip:
             ints = ops.statistics(layout, ints, gradients, backend="auto")
         floats, ints = ops.prologue(floats, ints, backend="auto")
-        weights, moments = ops.update(
+        weights, moments, _ = ops.update(
             "adam", layout, floats, weights, moments, gradients, backend="auto"
         )
     return floats, ints, weights, moments
@@ -132,24 +131,22 @@ def bench(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
     seconds = alternate(sides, rounds=rounds)
     del sides
     rate = copy_rate(BYTES_UPDATE * plan.num_parameters)
-    rows = []
-    optax_time = seconds["optax.adamw, leaves"].median / optax_in_one
+    times = {}
     for name, time in seconds.items():
         in_one = optax_in_one if name.startswith("optax") else steps
+        times[name] = Seconds(time.median / in_one, time.spread / in_one)
+    rows = []
+    for name, time in times.items():
         per_parameter = BYTES_UPDATE + BYTES_STATISTICS * ("skip" in name) - 2 * ("bf16" in name)
-        step = time.median / in_one
         rows.append(
             {
                 "model": model,
                 "parameters": plan.num_parameters,
                 "leaves": len(leaves),
                 "side": name,
-                "step_us": step * 1e6,
-                "spread_us": time.spread / in_one * 1e6,
-                "bytes_per_parameter": per_parameter,
-                "copy_fraction": per_parameter * plan.num_parameters / step / rate,
-                "copy_gb_per_s": rate / 1e9,
-                "ratio_to_optax": optax_time / step,
+                **step_row(
+                    time, times["optax.adamw, leaves"], per_parameter, plan.num_parameters, rate
+                ),
             }
         )
     return rows

@@ -91,6 +91,20 @@ def copy_rate(nbytes: int, *, rounds: int = 9) -> float:
     return 2 * source.nbytes / seconds.median
 
 
+def step_row(
+    time: Seconds, optax_time: Seconds, bytes_per_parameter: int, num_parameters: int, rate: float
+) -> dict[str, Any]:
+    """The columns that compare a step with optax's and with a copy at ``rate`` bytes a second."""
+    return {
+        "step_us": time.median * 1e6,
+        "spread_us": time.spread * 1e6,
+        "bytes_per_parameter": bytes_per_parameter,
+        "copy_fraction": bytes_per_parameter * num_parameters / time.median / rate,
+        "copy_gb_per_s": rate / 1e9,
+        "ratio_to_optax": optax_time.median / time.median,
+    }
+
+
 def machine() -> dict[str, Any]:
     """The device, the versions and the command of this run."""
     device = jax.devices()[0]

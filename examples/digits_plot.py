@@ -18,7 +18,7 @@ Metrics = Mapping[str, Any]
 def save_plot(
     path: Path, training: Sequence[Sequence[Metrics]], test: Sequence[Metrics], title: str
 ) -> None:
-    """Draws the metrics of a run.
+    """Draws the metrics of a run. Steps whose loss is not finite are left out of the means.
 
     Args:
         path: the file; its ending says in which format.
@@ -33,7 +33,10 @@ def save_plot(
     left.plot(step_epochs, step_losses, color="C0", alpha=0.3, linewidth=0.8)
     for axes, name in ((left, "loss"), (right, "accuracy")):
         # An epoch's mean belongs to its middle, what is measured after it to its end.
-        means = [np.mean([step[name] for step in epoch]) for epoch in training]
+        means = [
+            np.mean([step[name] for step in epoch if np.isfinite(step["loss"])])
+            for epoch in training
+        ]
         axes.plot(epochs - 0.5, means, ".-", color="C0", label="training, mean of an epoch")
         values = [metrics[name] for metrics in test]
         axes.plot(epochs, values, ".-", color="C1", label="test, after an epoch")

@@ -1,7 +1,9 @@
-"""Trains a small convolutional network on scikit-learn's digits, its parameters in one arena.
+r"""Trains a small convolutional network on scikit-learn's digits, its parameters in one arena.
 
     python examples/train_digits.py
     python examples/train_digits.py --optimizer nesterov --backend xla --epochs 10 --plot run.png
+    python examples/train_digits.py --compute-dtype float16 --loss-scale dynamic --max-norm 1 \
+        --ema-decay 0.98 --inject-overflow 100
 
 Prints the memory plan and the time per step, draws loss and accuracy, and ends with the accuracy on
 images that it was not trained on.
@@ -11,7 +13,6 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,14 +21,11 @@ import numpy as np
 import optax
 from digits_options import Options, parse_options
 from digits_plot import save_plot
+from digits_task import Arrays, accuracy, batches, cross_entropy, load_data
 from flax import linen as nn
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 import jaxrenaissance as jr
-
-Arrays = tuple[np.ndarray, np.ndarray]
 
 # name → (learning rate at the start, what makes the optimizer)
 OPTIMIZERS = {
@@ -39,16 +37,26 @@ OPTIMIZERS = {
 }
 
 
+LOSS_SCALES = {
+    "none": None,
+    "static": jr.StaticLossScale(1024),
+    "dynamic": jr.DynamicLossScale(),
+}
+
+COMPILATIONS: list[str] = []
+
+
 class DigitsNet(nn.Module):
-    """Images [n, 8, 8, 1] → logits [n, 10]."""
+    """Images [n, 8, 8, 1] → logits [n, 10]; computes in the images' dtype."""
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        x = images
+        x, dtype = images, images.dtype
         for features, strides in ((16, 1), (32, 2), (64, 2)):
-            x = nn.Conv(features, (3, 3), strides, use_bias=False)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
-        return nn.Dense(10)(x.mean((1, 2)))
+            x = nn.Conv(features, (3, 3), strides, use_bias=False, dtype=dtype)(x)
+            norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=dtype)
+            x = nn.relu(norm(x))
+        return nn.Dense(10, dtype=dtype)(x.mean((1, 2)))
 
 
 MODEL = DigitsNet()
@@ -60,13 +68,13 @@ def train_step(
 ) -> tuple[jr.TrainState, dict[str, jax.Array]]:
     """One step of the optimizer, in place: the state that was given is used up."""
 
-    def loss_fn(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+    def loss_fn(params: Any) -> tuple[jax.Array, Any]:
         variables = {"params": params, "batch_stats": state.extra.tree}
         logits, updated = MODEL.apply(variables, images, train=True, mutable=["batch_stats"])
-        return cross_entropy(logits, labels), (logits, updated["batch_stats"])
+        loss = cross_entropy(logits, labels)
+        return state.scale_loss(loss), (loss, logits, updated["batch_stats"])
 
-    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-    (loss, (logits, batch_stats)), grads = grad_fn(state.compute_params)
+    grads, (loss, logits, batch_stats) = jax.grad(loss_fn, has_aux=True)(state.compute_params)
     # Where a NaN makes it skip this step, the batch statistics stay as they were, too.
     state = state.apply_gradients(grads, extra=state.extra.replace(batch_stats))
     return state, {"loss": loss, "accuracy": accuracy(logits, labels)}
@@ -80,69 +88,65 @@ def evaluate(state: jr.TrainState, images: jax.Array, labels: jax.Array) -> dict
     return {"loss": cross_entropy(logits, labels), "accuracy": accuracy(logits, labels)}
 
 
-def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def accuracy(logits: Any, labels: jax.Array) -> jax.Array:
-    return jnp.mean(logits.argmax(-1) == labels)
-
-
-def load_data() -> tuple[Arrays, Arrays]:
-    """Images [n, 8, 8, 1] in [0, 1] and labels [n], for training and for the test."""
-    digits: Any = load_digits()
-    images = (digits.images[..., None] / 16).astype(np.float32)
-    labels = digits.target.astype(np.int32)
-    training, test = train_test_split(
-        np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0
-    )
-    return (images[training], labels[training]), (images[test], labels[test])
-
-
-def batches(
-    images: np.ndarray, labels: np.ndarray, size: int, rng: np.random.Generator
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """One epoch in random order; what does not fill a batch is left out."""
-    order = rng.permutation(len(images))
-    for start in range(0, len(images) - size + 1, size):
-        chosen = order[start : start + size]
-        yield images[chosen], labels[chosen]
-
-
-def initial_state(options: Options, num_steps: int) -> jr.TrainState:
+def initial_state(options: Options, num_updates: int) -> jr.TrainState:
     """Parameters and batch statistics, each in one buffer, and the optimizer's moments."""
     default_rate, factory = OPTIMIZERS[options.optimizer]
     learning_rate = options.learning_rate or default_rate
-    schedule = optax.cosine_decay_schedule(learning_rate, num_steps)
-    optimizer = factory(schedule, backend=options.backend)
+    optimizer = factory(
+        optax.cosine_decay_schedule(learning_rate, num_updates),
+        loss_scale=LOSS_SCALES[options.loss_scale],
+        max_norm=options.max_norm,
+        ema_decay=options.ema_decay,
+        accumulate=jr.Accumulate(options.accumulate) if options.accumulate > 1 else None,
+        backend=options.backend,
+    )
 
     def init() -> tuple[Any, jr.Packed]:
         variables = MODEL.init(jax.random.key(options.seed), jnp.zeros((1, 8, 8, 1)), train=False)
         return variables["params"], jr.Packed(variables["batch_stats"], backend=options.backend)
 
-    return jr.TrainState.init(init, optimizer, has_extra=True)
+    # Norm scales and biases stay in float32 where the rest is computed in 16 bits.
+    return jr.TrainState.init(
+        init,
+        optimizer,
+        has_extra=True,
+        compute_dtype=None if options.compute_dtype == "float32" else options.compute_dtype,
+        ema_extra=options.ema_decay is not None,
+    )
 
 
 def train(options: Options, training: Arrays, test: Arrays) -> float:
     """Trains, prints and draws; returns the accuracy on the test images."""
-    steps_per_epoch = len(training[0]) // options.batch_size
-    num_steps = options.epochs * steps_per_epoch
-    state = initial_state(options, num_steps)
+    num_steps = options.num_steps(len(training[0]))
+    steps_per_epoch = num_steps // options.epochs
+    state = initial_state(options, num_steps // options.accumulate)
     print(state.plan, state, sep="\n\n")
 
+    dtype = jnp.dtype(options.compute_dtype)
+    test = (test[0].astype(dtype), test[1])
+    # The last of the steps that this update is the mean of.
+    overflowing = (options.inject_overflow or 0) * options.accumulate
     rng = np.random.default_rng(options.seed)
-    train_metrics, test_metrics, seconds = [], [], []
+    train_metrics, test_metrics, seconds, step = [], [], [], 0
     with tqdm(total=num_steps, unit="step") as bar:
         for _ in range(options.epochs):
             start, epoch_metrics = time.perf_counter(), []
             for images, labels in batches(*training, options.batch_size, rng):
+                step += 1
+                images = images.astype(dtype)
+                if step == overflowing:
+                    images.fill(np.inf)
+                    bar.write(f"before the overflow: {progress(state)}")
                 state, metrics = train_step(state, images, labels)
+                if step == overflowing:
+                    bar.write(f" after the overflow: {progress(state)}")
                 epoch_metrics.append(metrics)
                 bar.update()
             train_metrics.append(jax.device_get(epoch_metrics))  # waits for the last step
             seconds.append((time.perf_counter() - start) / steps_per_epoch)
             jr.check(state)  # raises where many steps in a row were skipped for a NaN
-            test_metrics.append(jax.device_get(evaluate(state, *test)))
+            averaged = state if options.ema_decay is None else state.with_ema()
+            test_metrics.append(jax.device_get(evaluate(averaged, *test)))
             bar.set_postfix({"test accuracy": f"{test_metrics[-1]['accuracy']:.4f}"})
 
     final = test_metrics[-1]["accuracy"]
@@ -155,15 +159,29 @@ def train(options: Options, training: Arrays, test: Arrays) -> float:
     return final
 
 
+def progress(state: jr.TrainState) -> str:
+    """What an overflow changes, and what it does not."""
+    return (
+        f"updates {state.step}, skipped {state.skipped}, loss scale {state.loss_scale:g}, "
+        f"compilations {len(COMPILATIONS)}"
+    )
+
+
+def note_compilation(event: str, *_: Any, **__: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILATIONS.append(event)
+
+
 def served_device(backend: str | None) -> Any:
     """A device for a compiled backend; None, JAX's default, for the others."""
     return jax.devices(backend)[0] if backend in ("cpu", "cuda") else None
 
 
 def main() -> None:
+    jax.monitoring.register_event_duration_secs_listener(note_compilation)
     training, test = load_data()
     description = (__doc__ or "").splitlines()[0]
-    options = parse_options(description, list(OPTIMIZERS), max_batch_size=len(training[0]))
+    options = parse_options(description, list(OPTIMIZERS), num_images=len(training[0]))
     try:
         with jax.default_device(served_device(options.backend)):
             print(f"test accuracy: {train(options, training, test):.4f}")

@@ -1,0 +1,155 @@
+"""All that lies between the backward pass and the new weights, against optax and a plain copy.
+
+    python benchmarks/bench_pipeline.py [--models gpt2,resnet50] [--json FILE]
+    python benchmarks/bench_pipeline.py --quick
+
+Unscaling, the look for non-finite values, clipping by the global norm, AdamW and an average of the
+weights. Steps follow each other in one loop on the device, so that the times are the device's; the
+copy is measured in the same run. Bytes are what a step must move, each read or written once: for
+AdamW 28 a parameter, 4 more where the gradients are looked at before the update, 8 more for the
+average, and 2 less for each reading of bfloat16 gradients. Launches are those of our kernels in one
+step of the compiled program.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from bench_update import LEARNING_RATE, WEIGHT_DECAY, Side, random_tree
+from timing import Seconds, alternate, copy_rate, report, step_row
+
+import jaxrenaissance as jr
+from jaxrenaissance.models import named_shapes
+
+LOSS_SCALE, MAX_NORM, EMA_DECAY = 1024.0, 1.0, 0.999
+OPTAX = "optax: apply_if_finite, clip, adamw"
+BYTES_UPDATE, BYTES_OPTAX = 28, 32
+
+
+class Variant(NamedTuple):
+    """A step of ours: options of `jr.adamw`, the gradients' dtype, and what it must move."""
+
+    options: dict[str, Any]
+    dtype: Any
+    bytes_per_parameter: int
+
+
+CLIP = {"loss_scale": jr.DynamicLossScale(LOSS_SCALE), "max_norm": MAX_NORM}
+EMA = {**CLIP, "ema_decay": EMA_DECAY}
+VARIANTS = {
+    "ours: adamw": Variant({"skip_nonfinite": False}, jnp.float32, BYTES_UPDATE),
+    "ours: skip, adamw": Variant({}, jnp.float32, BYTES_UPDATE + 4),
+    "ours: unscale, skip, clip, adamw": Variant(CLIP, jnp.float32, BYTES_UPDATE + 4),
+    "ours: the same and ema": Variant(EMA, jnp.float32, BYTES_UPDATE + 4 + 8),
+    "ours: the same, bf16 gradients": Variant(EMA, jnp.bfloat16, BYTES_UPDATE + 4 + 8 - 4),
+}
+
+
+def loop(step: Callable[[Any, Any], Any], steps: int, state: Any, gradients: Any) -> Any:
+    """``steps`` steps. Behind the barrier the gradients are new ones in each of them, for XLA.
+
+    Without it, it would take their norm out of the loop.
+    """
+
+    def body(_: Any, state: Any) -> Any:
+        return step(*jax.lax.optimization_barrier((state, gradients)))
+
+    return jax.lax.fori_loop(0, steps, body, state)
+
+
+def our_step(state: jr.TrainState, gradients: Any) -> jr.TrainState:
+    return state.apply_gradients(gradients)
+
+
+def optax_step(optimizer: optax.GradientTransformation, state: Any, gradients: Any) -> Any:
+    params, opt_state = state
+    updates, opt_state = optimizer.update(gradients, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def launches(side: Side) -> int:
+    """Our kernels in the compiled program, whose loop has one step."""
+    program = side.step.lower(side.state, side.gradients).compile().as_text()
+    assert program is not None
+    return program.count('custom_call_target="jaxrenaissance_')
+
+
+def bench(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """The rows of one model."""
+    params = random_tree(named_shapes(model), 0, 0.1)
+    gradients = {
+        dtype: random_tree(named_shapes(model), 1, 0.01 * LOSS_SCALE, dtype)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    }
+    sides: dict[str, Side] = {}
+    for name, variant in VARIANTS.items():
+        optimizer = jr.adamw(
+            LEARNING_RATE, weight_decay=WEIGHT_DECAY, mask="weights", **variant.options
+        )
+        state = jr.TrainState.create(params, optimizer)
+        sides[name] = Side(
+            functools.partial(loop, our_step, steps), state, gradients[variant.dtype]
+        )
+    counts = {name: launches(side) for name, side in sides.items()}
+    optimizer = optax.apply_if_finite(
+        optax.chain(
+            optax.clip_by_global_norm(MAX_NORM),
+            optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+        ),
+        max_consecutive_errors=20,
+    )
+    sides[OPTAX] = Side(
+        functools.partial(loop, functools.partial(optax_step, optimizer), steps),
+        (params, optimizer.init(params)),
+        gradients[jnp.float32],
+    )
+    times = {
+        name: Seconds(time.median / steps, time.spread / steps)
+        for name, time in alternate(sides, rounds=rounds).items()
+    }
+    del sides
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(gradients[jnp.float32]))
+    rate = copy_rate(BYTES_UPDATE * num_parameters)
+    return [
+        {
+            "model": model,
+            "parameters": num_parameters,
+            "leaves": len(jax.tree.leaves(gradients[jnp.float32])),
+            "side": name,
+            **step_row(
+                time,
+                times[OPTAX],
+                VARIANTS[name].bytes_per_parameter if name in VARIANTS else BYTES_OPTAX,
+                num_parameters,
+                rate,
+            ),
+            "launches": counts.get(name),
+        }
+        for name, time in times.items()
+    ]
+
+
+def main() -> None:
+    """Runs the benchmark from the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default="gpt2,resnet50")
+    parser.add_argument("--steps", type=int, default=20, help="steps in one loop")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args()
+    if args.quick:
+        args.models, args.steps, args.rounds = "mlp", 2, 2
+    rows = []
+    for model in args.models.split(","):
+        rows += bench(model, args.steps, args.rounds)
+        print(f"{model} done", flush=True)
+    report("From gradients to new weights", rows, args.json)
+
+
+if __name__ == "__main__":
+    main()

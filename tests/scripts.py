@@ -1,0 +1,26 @@
+"""Runs the programs of the checkout as their users do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_script(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """What a program of the checkout, such as "examples/lora.py", prints and returns."""
+    # The checkout's package, as in the tests; a GPU's memory is mostly taken by the tests' process.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    environment.pop("XLA_FLAGS", None)  # the several host devices are for the tests
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
