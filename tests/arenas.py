@@ -261,12 +261,13 @@ def assert_all_ops_are_right(
     backend: str,
     seed: int = 0,
 ) -> None:
-    """One step from leaves and one from an arena, pack, and unpack to the dtypes of `copies`.
+    """One step from leaves and one from an arena with an average, pack, unpack to `copies`' dtypes,
+    norms, a sum, and a lerp.
 
     Where a gradient is not finite, the step must be skipped and the first such leaf be named.
     """
     states = random_states(layout, kind, np.random.default_rng(seed))
-    floats = make_floats(dtype=layout.dtype.name, factor=0.5)
+    floats = make_floats(dtype=layout.dtype.name, factor=0.5, one_minus_ema=0.25)
 
     @jax.jit
     def run(floats, ints, states, gradients):
@@ -274,16 +275,28 @@ def assert_all_ops_are_right(
         leaves = ops.unpack(layout, weights, copies, backend=backend)
         packed = ops.pack(layout, gradients, backend=backend)
         ints = ops.statistics(layout, ints, gradients, first_leaf=3, backend=backend)
-        floats, ints = ops.prologue(floats, ints, backend=backend)
+        _, workspace = ops.norms(layout, ints, gradients, flag=False, backend=backend)
+        floats, ints, _ = ops.finish(
+            floats, ints, [workspace], [len(layout.segments)], gradients=1, backend=backend
+        )
         new, same = (
-            ops.update(kind, layout, floats, weights, moments, g, backend=backend)
+            ops.update(kind, layout, floats, weights, moments, g, ema=packed, backend=backend)
             for g in (gradients, packed)
         )
-        return leaves, packed, ints, [new[0], *new[1]], [same[0], *same[1]]
+        found, total, _ = ops.accumulate(
+            layout, ints, packed, gradients, flag=True, norms=False, backend=backend
+        )
+        taus = jax.numpy.ones(len(NUMBERS), layout.dtype)
+        (moved,) = ops.lerp(layout, taus, [weights], gradients, backend=backend)
+        new, same = ([w, *m, e] for w, m, e in (new, same))
+        return leaves, packed, floats, ints, new, same, found[scalars.FIRST_BAD], [total, moved]
 
     with jax.enable_x64(layout.dtype == np.float64):
         operands = jax.device_put((floats, scalars.initial_ints(), states, list(gradients)))
-        leaves, packed, ints, new, same = jax.tree.map(np.array, run(*operands))
+        results = jax.tree.map(np.array, run(*operands))
+    leaves, packed, floats, ints, new, same, found, others = results
+    for x in others:
+        assert_same_bits(x, packed)
     assert_same_bits(packed, to_arena(layout, gradients))
     for x, y, copy in zip(leaves, to_leaves(layout, states[0]), copies, strict=True):
         assert x.dtype == copy
@@ -292,8 +305,13 @@ def assert_all_ops_are_right(
         np.testing.assert_allclose(x.astype(np.float64), y.astype(copy).astype(np.float64), ulp)
     bad = [i for i, g in enumerate(gradients) if not np.isfinite(g.astype(np.float64)).all()]
     assert ints[scalars.LAST_BAD_LEAF] == (3 + bad[0] if bad else -1)
+    assert found == (bad[0] if bad else scalars.NO_LEAF)
+    if not bad:
+        norm = np.linalg.norm(packed.astype(np.float64)) / 2
+        np.testing.assert_allclose(floats[scalars.GRAD_NORM], norm, rtol=1e-5)
     assert ints[scalars.STEP] == (0 if bad else 1)
     wanted = states if bad else expected_update(kind, layout, states, packed, factor=0.5)
+    wanted = [*wanted, packed if bad else packed + 0.25 * (wanted[0] - packed)]
     padding = group_of_elements(layout) < 0
     for x, y, z in zip(new, same, wanted, strict=True):
         assert_same_bits(x, y)

@@ -274,6 +274,141 @@ def test_scan_inside_vmap_and_vmap_inside_scan(backend):
                 assert_close(x, y)
 
 
+# Everything at once: a cycle of micro-batches, norms, the average, a lerp.
+
+
+def pipeline(backend, layout=LAYOUT):
+    segments = [len(layout.segments)]
+
+    def run(floats, ints, states, gradients, taus):
+        weights, m, v, ema, accumulator = states
+        where = {"backend": backend}
+        ints, total, workspace = ops.accumulate(
+            layout, ints, accumulator, gradients, flag=True, norms=True, **where
+        )
+        ints, of_weights = ops.norms(layout, ints, weights, flag=False, **where)
+        floats, ints, norms = ops.finish(
+            floats,
+            ints,
+            [workspace, of_weights],
+            segments * 2,
+            gradients=1,
+            by_segment=True,
+            **where,
+        )
+        change = ops.update_norms("adam", layout, floats, weights, (m, v), total, **where)
+        floats = ops.finish_update(floats, [change], segments, **where)
+        weights, (m, v), ema = ops.update(
+            "adam", layout, floats, weights, (m, v), total, ema=ema, gated=True, **where
+        )
+        states = [weights, m, v, ema, total]
+        moved = ops.lerp(layout, taus, [m, v], weights, **where)
+        zeroed = ops.lerp(layout, taus, [m], None, **where)
+        nearer = ops.lerp(layout, taus, [weights], gradients, **where)
+        return floats, ints, states, norms, [*moved, *zeroed, *nearer]
+
+    return run
+
+
+def pipeline_operands(rng, source="leaves"):
+    """In the second micro-batch of two."""
+    floats = make_floats(
+        max_norm=2.0, max_value=0.5, one_minus_ema=0.25, loss_scale=4.0, backoff=0.5
+    )
+    ints = scalars.initial_ints()
+    ints[[scalars.EVERY, scalars.MICRO]] = 2, 1
+    states = [*random_states(LAYOUT, "adam", rng), *random_states(LAYOUT, "momentum", rng)]
+    leaves = random_leaves(LAYOUT, rng)
+    gradients = leaves if source == "leaves" else to_arena(LAYOUT, leaves)
+    return floats, ints, states, gradients, np.array([0.5, 1.0], np.float32)
+
+
+def expected_pipeline(floats, ints, states, gradients, taus):
+    """The norms of gradients, weights and update, then the weights, the average and the total."""
+    weights, m, v, ema, accumulator = states
+    total = accumulator + to_arena(LAYOUT, gradients)
+    norm = np.linalg.norm(total) / 8
+    new = expected_update(
+        "adam", LAYOUT, [weights, m, v], total, factor=min(1, 2 / norm) / 8, max_value=0.5
+    )
+    change = np.linalg.norm(new[0] - weights)
+    averaged = ema + 0.25 * (new[0] - ema)
+    return [norm, np.linalg.norm(weights), change], [new[0], averaged, total]
+
+
+def assert_pipeline(got, alone):
+    norms, arenas = expected_pipeline(*alone)
+    header = scalars.GRAD_NORM, scalars.PARAM_NORM, scalars.UPDATE_NORM
+    np.testing.assert_allclose(got[0][list(header)], norms, rtol=1e-5)
+    for i, wanted in zip((0, 3, 4), arenas, strict=True):
+        assert_close(got[2][i], wanted)
+
+
+@pytest.mark.parametrize("source", ["leaves", "arena"])
+def test_all_of_a_step_under_vmap_and_a_nan_skips_its_member_only(source, backend):
+    rng = np.random.default_rng(10)
+    operands = [pipeline_operands(rng, source) for _ in range(3)]
+    bad = operands[1][3]
+    (bad if source == "arena" else bad[4])[0] = np.nan
+    fn = pipeline(backend)
+    got = run(jax.vmap(fn), *stack(operands))
+    np.testing.assert_array_equal(got[1][:, scalars.STEP], [1, 0, 1])
+    np.testing.assert_array_equal(got[0][:, scalars.LOSS_SCALE], [4, 2, 4])
+    for i, alone in enumerate(operands):
+        own = member(got, i)
+        assert_member_is(own, run(fn, *alone), backend)
+        if i == 1:
+            for x, y in zip(own[2][:4], alone[2][:4], strict=True):
+                assert_same_bits(x, y)
+            assert own[0][scalars.UPDATE_NORM] == 0
+        elif source == "leaves":
+            assert_pipeline(own, alone)
+
+
+def test_all_of_a_step_under_nested_vmap_with_shared_operands(backend):
+    rng = np.random.default_rng(11)
+    floats, ints, states, gradients, taus = pipeline_operands(rng)
+    # Outermost clipping norms and taus, then weights; innermost gradients.
+    many_floats = np.stack([floats, floats])
+    many_floats[1, scalars.MAX_NORM] = np.inf
+    many_taus = np.stack([taus, taus[::-1]])
+    many_states = stack([states, pipeline_operands(rng)[2], pipeline_operands(rng)[2]])
+    many_gradients = stack([gradients, random_leaves(LAYOUT, rng)])
+    fn = pipeline(backend)
+    nested = jax.vmap(fn, (None, None, None, 0, None))
+    nested = jax.vmap(nested, (None, None, 0, None, None))
+    nested = jax.vmap(nested, (0, None, None, None, 0))
+    got = run(nested, many_floats, ints, many_states, many_gradients, many_taus)
+    assert got[0].shape == (2, 3, 2, floats.size)
+    for index in [(0, 0, 0), (0, 2, 1), (1, 1, 0)]:
+        i, j, k = index
+        alone = (
+            many_floats[i],
+            ints,
+            member(many_states, j),
+            member(many_gradients, k),
+            many_taus[i],
+        )
+        own = member(got, *index)
+        assert_member_is(own, run(fn, *alone), backend)
+        if i == 0:
+            assert_pipeline(own, alone)
+
+
+def test_lerp_over_factors_alone_and_with_targets_that_are_shared(backend):
+    rng = np.random.default_rng(12)
+    target, source = (to_arena(LAYOUT, random_leaves(LAYOUT, rng)) for _ in range(2))
+    taus = np.array([[0.0, 0.5], [1.0, 0.25], [0.5, 0.0]], np.float32)
+
+    def fn(taus, target, source):
+        return ops.lerp(LAYOUT, taus, [target], source, backend=backend)
+
+    (got,) = run(jax.vmap(fn, (0, None, None)), taus, target, source)
+    for i in range(3):
+        assert_member_is(got[i], run(fn, taus[i], target, source)[0], backend)
+    assert_close(got[2][:5], 0.5 * (target[:5] + source[:5]))
+
+
 @pytest.mark.parametrize("source", ["leaves", "arena"])
 def test_more_members_than_a_grid_has_rows(source, backend):
     # A CUDA grid has at most 65,535 blocks in its second and third dimension.

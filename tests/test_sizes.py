@@ -196,7 +196,10 @@ def test_a_step_beyond_2_31_elements_reaches_the_last(name, source):
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3, 4))
     def step(floats, ints, weights, m, v, gradients):
         ints = ops.statistics(layout, ints, gradients, backend="cuda")
-        floats, ints = ops.prologue(floats, ints, backend="cuda")
+        _, workspace = ops.norms(layout, ints, gradients, flag=False, backend="cuda")
+        floats, ints, _ = ops.finish(
+            floats, ints, [workspace], [len(layout.segments)], gradients=1, backend="cuda"
+        )
         new, moments, _ = ops.update(
             "adam", layout, floats, weights, (m, v), gradients, backend="cuda"
         )
@@ -210,6 +213,8 @@ def test_a_step_beyond_2_31_elements_reaches_the_last(name, source):
     np.testing.assert_array_equal(probe(state[2]), probed_pattern(size))
     state = step(*state, make_gradients(1.0))
     assert (int(state[1][scalars.STEP]), int(state[1][scalars.SKIPPED])) == (1, 1)
+    count = sum(int(np.prod(shape)) for shape in layout.shapes)
+    np.testing.assert_allclose(state[0][scalars.GRAD_NORM], np.sqrt(count), rtol=1e-7)
     # m = v = 1/2, and both corrections are 2: the step is the learning rate, in every element.
     for start, count, leaf, _, group in layout.segments.tolist():
         for offset in 0, count // 2, count - 3:
@@ -220,7 +225,35 @@ def test_a_step_beyond_2_31_elements_reaches_the_last(name, source):
             np.testing.assert_array_equal(m, 0.5, f"leaf {leaf}")
             np.testing.assert_array_equal(v, 0.5)
     moved = jax.jit(lambda m: jnp.sum(m == 0.5, dtype=np.uint32))(state[3])
-    assert int(moved) == sum(int(np.prod(shape)) for shape in layout.shapes)
+    assert int(moved) == count
+
+
+@pytest.mark.gpu
+@pytest.mark.native
+@pytest.mark.parametrize("name", GIANTS)
+def test_sums_and_lerps_beyond_2_31_elements_reach_the_last(name):
+    require_memory(60e9)
+    layout = giant_layout(name)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def run(accumulator, target):
+        ints = jnp.asarray(scalars.initial_ints()).at[scalars.MICRO].set(1)
+        ints, total, _ = ops.accumulate(
+            layout, ints, accumulator, accumulator, flag=True, norms=False, backend="cuda"
+        )
+        (target,) = ops.lerp(layout, jnp.full(2, 0.5), [target], total, backend="cuda")
+        return ints, total, target
+
+    arena = jax.jit(
+        lambda: ops.pack(layout, [jnp.ones(x, BFLOAT16) for x in layout.shapes], backend="cuda")
+    )
+    ints, total, target = run(arena(), jnp.zeros(layout.size))
+    assert ints[scalars.FIRST_BAD] == scalars.NO_LEAF
+    for start, size, *_ in layout.segments.tolist():
+        for offset in 0, size // 2, size - 3:
+            at = start + offset
+            np.testing.assert_array_equal(cut(total, at, at + 3), 2)
+            np.testing.assert_array_equal(cut(target, at, at + 3), 1)
 
 
 @pytest.mark.gpu
