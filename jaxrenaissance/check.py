@@ -3,19 +3,21 @@
 import jax.core
 import numpy as np
 
-from . import scalars
+from . import packed, scalars
 from .train_state import TrainState
 
 
 def check(state: TrainState, *, max_consecutive: int = 20) -> None:
-    """Raises where too many calls in a row were skipped because a gradient was not finite.
+    """Raises where too many updates in a row were skipped because a gradient was not finite.
 
     Call it on the host when you log; it waits for the step that made the state. Of a state with
     several members, made by `jax.vmap`, it looks at each.
 
     Args:
         state: the state after any step.
-        max_consecutive: how many skipped calls in a row are taken for normal.
+        max_consecutive: how many skipped updates in a row are taken for normal. Each is a call of
+            `apply_gradients`, or with `accumulate=` a cycle of them. A `DynamicLossScale` backs off
+            from its start by a few.
 
     Raises:
         FloatingPointError: with the number of the last such call and the path of the first leaf,
@@ -40,14 +42,18 @@ def check(state: TrainState, *, max_consecutive: int = 20) -> None:
     member = f"member {', '.join(map(str, worst))}: " if worst else ""
     counters = ints[worst]
     path = _path(state, int(counters[scalars.LAST_BAD_LEAF]))
+    what = "cycles of accumulation" if state.spec.accumulate else "calls of apply_gradients"
+    scale = ""
+    if state.spec.loss_scale:
+        scale = f". The loss scale is {np.asarray(state.loss_scale)[worst]:g}"
     raise FloatingPointError(
-        f"{member}the last {counters[scalars.CONSECUTIVE_SKIPS]} calls of apply_gradients were "
-        f"skipped, at step {counters[scalars.STEP]}. In call {counters[scalars.LAST_BAD_CALL]} "
-        f"(the first is 0) the gradient of {path!r} had a NaN or an infinity; others may, too"
+        f"{member}the last {counters[scalars.CONSECUTIVE_SKIPS]} {what} were skipped, at step "
+        f"{counters[scalars.STEP]}. In call {counters[scalars.LAST_BAD_CALL]} (the first is 0) the "
+        f"gradient of {path} had a NaN or an infinity; others may, too{scale}"
     )
 
 
 def _path(state: TrainState, number: int) -> str:
-    """The path of a leaf from its number: position in arena order, one arena after the other."""
-    order = [i for arena in state.plan.arenas for i in arena.leaves]
-    return state.plan.leaves[order[number]].path
+    if number < 0:
+        return "a leaf that replan has dropped"
+    return repr(state.plan.leaves[packed.arena_order(state.plan)[number]].path)

@@ -54,7 +54,7 @@ def lerp(target: Target, source: Any, tau: Number) -> Target:
             [0, 1].
     """
     if isinstance(target, TrainState):
-        refuse_members(target.ints, "lerp", "jr.lerp(state, x, tau)")
+        refuse_members(target.ints, "lerp", "jr.lerp(state, …)")
         arenas, backend = target.weights, target.spec.backend
     elif isinstance(target, Packed):
         arenas, backend = target.arenas, target.backend

@@ -79,7 +79,8 @@ def move(old: Static, new: Static, buffers: Buffers, leaves: Sequence[Any]) -> B
     weights = packed.pack(plan, leaves, backend=spec.backend)
     dtypes = [plan.arenas[leaf.arena].dtype for leaf in plan.leaves]
     zeros = [jnp.zeros(leaf.shape, d) for leaf, d in zip(plan.leaves, dtypes, strict=True)]
-    moments = [_move(old, new, own, zeros) for own in zip(*buffers.moments, strict=True)]
+    series = [tuple(own[k] for own in buffers.moments) for k in range(spec.config.moments)]
+    moments = [_move(old, new, arenas, zeros) for arenas in series]
     ema = ()
     if spec.ema:
         averaged = [x.astype(d) for x, d in zip(leaves, dtypes, strict=True)]

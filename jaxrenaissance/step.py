@@ -100,7 +100,9 @@ def step(
     ints, accumulator, workspaces = _look_at(spec, plan, old, own, flag=flag)
     if accumulator:
         own = accumulator
-    floats = hyperparams.follow_schedules(spec, old.floats, ints[scalars.STEP])
+    floats = old.floats
+    if spec.schedules or any(group.schedules for group in spec.groups):
+        floats = hyperparams.follow_schedules(spec, floats, ints[scalars.STEP])
     floats, ints, norms = _advance(spec, plan, old._replace(floats=floats, ints=ints), workspaces)
     if "update_norm" in spec.metrics:
         floats = _measure_update(spec, plan, old._replace(floats=floats), own)

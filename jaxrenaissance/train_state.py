@@ -581,7 +581,7 @@ class TrainState:
         return Buffers(*(getattr(self, name) for name in Buffers._fields))
 
     def _check_single(self, method: str) -> None:
-        refuse_members(self.ints, method, f"state.{method}(x)")
+        refuse_members(self.ints, method, f"state.{method}(…)")
 
     def _check_sums(self, sums: Gradients, argument: str) -> None:
         self._check_not_accumulating(argument)
@@ -603,7 +603,7 @@ class TrainState:
             raise ValueError(
                 f"{method}: the optimizer keeps no average of the weights; make it with ema_decay="
             )
-        self._check_single(method)
+        refuse_members(self.ints, method, f"state.{method}")
         return averages.read(self.spec, self.floats, self.ema, self.weights)
 
     def _tree(self, weights: tuple[jax.Array, ...], dtypes: Dtypes, frozen: tuple[Any, ...]) -> Any:
@@ -637,8 +637,8 @@ def refuse_members(ints: jax.Array, method: str, call: str) -> None:
     """Raises where a state has leading axes, as one that vmap made."""
     if ints.ndim != 1:
         raise ValueError(
-            f"{method}: the state holds {ints.shape[:-1]} members, made by jax.vmap. Call it under "
-            f"jax.vmap too: jax.vmap(lambda state, x: {call})(state, xs)"
+            f"{method}: the state holds {ints.shape[:-1]} members, made by jax.vmap. Use it under "
+            f"jax.vmap too: jax.vmap(lambda state, …: {call})(state, …)"
         )
 
 
