@@ -17,6 +17,7 @@ from arenas import (
     random_states,
     to_arena,
 )
+from whole_step import assert_whole_step, whole_step, whole_step_operands
 
 from jaxrenaissance import ops, scalars
 
@@ -274,83 +275,16 @@ def test_scan_inside_vmap_and_vmap_inside_scan(backend):
                 assert_close(x, y)
 
 
-# Everything at once: a cycle of micro-batches, norms, the average, a lerp.
-
-
-def pipeline(backend, layout=LAYOUT):
-    segments = [len(layout.segments)]
-
-    def run(floats, ints, states, gradients, taus):
-        weights, m, v, ema, accumulator = states
-        where = {"backend": backend}
-        ints, total, workspace = ops.accumulate(
-            layout, ints, accumulator, gradients, flag=True, norms=True, **where
-        )
-        ints, of_weights = ops.norms(layout, ints, weights, flag=False, **where)
-        floats, ints, norms = ops.finish(
-            floats,
-            ints,
-            [workspace, of_weights],
-            segments * 2,
-            gradients=1,
-            by_segment=True,
-            **where,
-        )
-        change = ops.update_norms("adam", layout, floats, weights, (m, v), total, **where)
-        floats = ops.finish_update(floats, [change], segments, **where)
-        weights, (m, v), ema = ops.update(
-            "adam", layout, floats, weights, (m, v), total, ema=ema, gated=True, **where
-        )
-        states = [weights, m, v, ema, total]
-        moved = ops.lerp(layout, taus, [m, v], weights, **where)
-        zeroed = ops.lerp(layout, taus, [m], None, **where)
-        nearer = ops.lerp(layout, taus, [weights], gradients, **where)
-        return floats, ints, states, norms, [*moved, *zeroed, *nearer]
-
-    return run
-
-
-def pipeline_operands(rng, source="leaves"):
-    """In the second micro-batch of two."""
-    floats = make_floats(
-        max_norm=2.0, max_value=0.5, one_minus_ema=0.25, loss_scale=4.0, backoff=0.5
-    )
-    ints = scalars.initial_ints()
-    ints[[scalars.EVERY, scalars.MICRO]] = 2, 1
-    states = [*random_states(LAYOUT, "adam", rng), *random_states(LAYOUT, "momentum", rng)]
-    leaves = random_leaves(LAYOUT, rng)
-    gradients = leaves if source == "leaves" else to_arena(LAYOUT, leaves)
-    return floats, ints, states, gradients, np.array([0.5, 1.0], np.float32)
-
-
-def expected_pipeline(floats, ints, states, gradients, taus):
-    """The norms of gradients, weights and update, then the weights, the average and the total."""
-    weights, m, v, ema, accumulator = states
-    total = accumulator + to_arena(LAYOUT, gradients)
-    norm = np.linalg.norm(total) / 8
-    new = expected_update(
-        "adam", LAYOUT, [weights, m, v], total, factor=min(1, 2 / norm) / 8, max_value=0.5
-    )
-    change = np.linalg.norm(new[0] - weights)
-    averaged = ema + 0.25 * (new[0] - ema)
-    return [norm, np.linalg.norm(weights), change], [new[0], averaged, total]
-
-
-def assert_pipeline(got, alone):
-    norms, arenas = expected_pipeline(*alone)
-    header = scalars.GRAD_NORM, scalars.PARAM_NORM, scalars.UPDATE_NORM
-    np.testing.assert_allclose(got[0][list(header)], norms, rtol=1e-5)
-    for i, wanted in zip((0, 3, 4), arenas, strict=True):
-        assert_close(got[2][i], wanted)
+# Everything at once.
 
 
 @pytest.mark.parametrize("source", ["leaves", "arena"])
 def test_all_of_a_step_under_vmap_and_a_nan_skips_its_member_only(source, backend):
     rng = np.random.default_rng(10)
-    operands = [pipeline_operands(rng, source) for _ in range(3)]
+    operands = [whole_step_operands(LAYOUT, rng, source) for _ in range(3)]
     bad = operands[1][3]
     (bad if source == "arena" else bad[4])[0] = np.nan
-    fn = pipeline(backend)
+    fn = whole_step(LAYOUT, backend)
     got = run(jax.vmap(fn), *stack(operands))
     np.testing.assert_array_equal(got[1][:, scalars.STEP], [1, 0, 1])
     np.testing.assert_array_equal(got[0][:, scalars.LOSS_SCALE], [4, 2, 4])
@@ -362,19 +296,21 @@ def test_all_of_a_step_under_vmap_and_a_nan_skips_its_member_only(source, backen
                 assert_same_bits(x, y)
             assert own[0][scalars.UPDATE_NORM] == 0
         elif source == "leaves":
-            assert_pipeline(own, alone)
+            assert_whole_step(LAYOUT, own, alone)
 
 
 def test_all_of_a_step_under_nested_vmap_with_shared_operands(backend):
     rng = np.random.default_rng(11)
-    floats, ints, states, gradients, taus = pipeline_operands(rng)
+    floats, ints, states, gradients, taus = whole_step_operands(LAYOUT, rng)
     # Outermost clipping norms and taus, then weights; innermost gradients.
     many_floats = np.stack([floats, floats])
     many_floats[1, scalars.MAX_NORM] = np.inf
     many_taus = np.stack([taus, taus[::-1]])
-    many_states = stack([states, pipeline_operands(rng)[2], pipeline_operands(rng)[2]])
+    many_states = stack(
+        [states, whole_step_operands(LAYOUT, rng)[2], whole_step_operands(LAYOUT, rng)[2]]
+    )
     many_gradients = stack([gradients, random_leaves(LAYOUT, rng)])
-    fn = pipeline(backend)
+    fn = whole_step(LAYOUT, backend)
     nested = jax.vmap(fn, (None, None, None, 0, None))
     nested = jax.vmap(nested, (None, None, 0, None, None))
     nested = jax.vmap(nested, (0, None, None, None, 0))
@@ -392,7 +328,7 @@ def test_all_of_a_step_under_nested_vmap_with_shared_operands(backend):
         own = member(got, *index)
         assert_member_is(own, run(fn, *alone), backend)
         if i == 0:
-            assert_pipeline(own, alone)
+            assert_whole_step(LAYOUT, own, alone)
 
 
 def test_lerp_over_factors_alone_and_with_targets_that_are_shared(backend):

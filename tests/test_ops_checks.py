@@ -1,5 +1,6 @@
 """What the ops refuse when they are traced or lowered: by the name of the argument."""
 
+import inspect
 import re
 
 import jax
@@ -9,11 +10,15 @@ import pytest
 from arenas import BFLOAT16, make_layout
 
 from jaxrenaissance import ops
+from jaxrenaissance.workspaces import workspace_size
 
 LAYOUT = make_layout([(5,), (2, 33), (), (31,)], groups=[0, 1, 1, 0], stacked=[0, 1, 0, 0])
 ARENA = jax.ShapeDtypeStruct((LAYOUT.size,), np.float32)
 FLOATS = jax.ShapeDtypeStruct((64,), np.float32)
 INTS = jax.ShapeDtypeStruct((16,), np.int32)
+WORDS = jax.ShapeDtypeStruct((workspace_size(LAYOUT),), np.int32)
+SEGMENTS = [len(LAYOUT.segments)]
+TAUS = jax.ShapeDtypeStruct((2,), np.float32)
 LEAVES = [jax.ShapeDtypeStruct(shape, np.float32) for shape in LAYOUT.shapes]
 
 
@@ -32,32 +37,60 @@ def call(name, backend="auto", **change):
         "ints": INTS,
         "weights": ARENA,
         "arena": ARENA,
+        "accumulator": ARENA,
         "moments": (ARENA, ARENA),
+        "ema": None,
         "gradients": LEAVES,
         "leaves": LEAVES,
-    } | {k: v for k, v in change.items() if k not in ("kind", "dtypes")}
-    options = {"backend": backend}
+        "workspaces": [WORDS],
+        "taus": TAUS,
+        "targets": [ARENA],
+        "source": LEAVES,
+    } | {k: v for k, v in change.items() if k not in ("kind", "dtypes", "segments", "count")}
+    kind, options = change.get("kind", "adam"), {"backend": backend}
+    segments = change.get("segments", SEGMENTS)
     calls = {
-        "update": lambda floats, weights, moments, gradients: ops.update(
-            change.get("kind", "adam"), LAYOUT, floats, weights, moments, gradients, **options
+        "update": lambda floats, weights, moments, gradients, ema: ops.update(
+            kind, LAYOUT, floats, weights, moments, gradients, ema=ema, **options
+        ),
+        "update_norms": lambda floats, weights, moments, gradients: ops.update_norms(
+            kind, LAYOUT, floats, weights, moments, gradients, **options
         ),
         "prologue": lambda floats, ints: ops.prologue(floats, ints, **options),
+        "finish": lambda floats, ints, workspaces: ops.finish(
+            floats, ints, workspaces, segments, gradients=change.get("count", 1), **options
+        ),
+        "finish_update": lambda floats, workspaces: ops.finish_update(
+            floats, workspaces, segments, **options
+        ),
         "statistics": lambda ints, gradients: ops.statistics(LAYOUT, ints, gradients, **options),
+        "norms": lambda ints, gradients: ops.norms(LAYOUT, ints, gradients, flag=True, **options),
+        "accumulate": lambda ints, accumulator, gradients: ops.accumulate(
+            LAYOUT, ints, accumulator, gradients, flag=True, norms=True, **options
+        ),
+        "lerp": lambda taus, targets, source: ops.lerp(LAYOUT, taus, targets, source, **options),
         "pack": lambda leaves: ops.pack(LAYOUT, leaves, **options),
         "unpack": lambda arena: ops.unpack(
             LAYOUT, arena, change.get("dtypes", [np.float32] * 4), **options
         ),
     }
-    arguments = {
-        "update": ("floats", "weights", "moments", "gradients"),
-        "prologue": ("floats", "ints"),
-        "statistics": ("ints", "gradients"),
-        "pack": ("leaves",),
-        "unpack": ("arena",),
-    }[name]
+    arguments = inspect.signature(calls[name]).parameters
     return jax.eval_shape(calls[name], *(given[k] for k in arguments))
 
 
+OPS = (
+    "update",
+    "update_norms",
+    "prologue",
+    "finish",
+    "finish_update",
+    "statistics",
+    "norms",
+    "accumulate",
+    "lerp",
+    "pack",
+    "unpack",
+)
 WRONG = {
     "arena of another size": ("unpack", {"arena": like(ARENA, (LAYOUT.size + 1,))}, "arena: got"),
     "arena of rank 2": ("unpack", {"arena": like(ARENA, (1, LAYOUT.size))}, "arena: got"),
@@ -110,6 +143,64 @@ WRONG = {
     "floats of bfloat16": ("prologue", {"floats": like(FLOATS, dtype=BFLOAT16)}, "floats: got bf"),
     "ints of another size": ("prologue", {"ints": like(INTS, (15,))}, r"ints: got int32\[15\]"),
     "unsigned ints": ("statistics", {"ints": like(INTS, dtype=np.uint32)}, "ints: got uint32"),
+    "average of another size": ("update", {"ema": like(ARENA, (32,))}, r"ema: got float32\[32\]"),
+    "accumulator of half": (
+        "accumulate",
+        {"accumulator": like(ARENA, dtype=np.float16)},
+        "accumulator: got float16",
+    ),
+    "gradient too few to add": (
+        "accumulate",
+        {"gradients": LEAVES[1:]},
+        "gradients: got 3 leaves, wanted 4",
+    ),
+    "unsigned counters of norms": (
+        "norms",
+        {"ints": like(INTS, dtype=np.uint32)},
+        "ints: got uint",
+    ),
+    "norms of integers": (
+        "norms",
+        {"gradients": changed(LEAVES, 3, dtype=np.int32)},
+        r"gradients\[3\]: got int32",
+    ),
+    "kind of norms": ("update_norms", {"kind": "lion"}, "kind: got 'lion', wanted one of sgd"),
+    "moment too few for norms": (
+        "update_norms",
+        {"moments": (ARENA,)},
+        "moments: adam has 2, got 1",
+    ),
+    "workspace without a count": (
+        "finish",
+        {"workspaces": [WORDS, WORDS]},
+        "segments: got 1 counts, wanted one for each of the 2 workspaces",
+    ),
+    "workspace of a smaller arena": (
+        "finish",
+        {"segments": [9]},
+        rf"workspaces\[0\]: got shape \[{WORDS.shape[0]}\], wanted .* with 9 segments",
+    ),
+    "workspace of floats": (
+        "finish_update",
+        {"workspaces": [like(WORDS, dtype=np.float32)]},
+        r"workspaces\[0\]: got float32",
+    ),
+    "gradients that have no workspace": ("finish", {"count": 2}, "gradients: got 2, wanted 0 to 1"),
+    "factor too few": ("lerp", {"taus": like(TAUS, (1,))}, r"taus: got shape \[1\], wanted \[2\]"),
+    "factor of another dtype": ("lerp", {"taus": like(TAUS, dtype=BFLOAT16)}, "taus: got bfloat16"),
+    "one factor": ("lerp", {"taus": like(TAUS, ())}, r"taus: got shape \[\]"),
+    "no target": ("lerp", {"targets": []}, "targets: got 0, wanted one arena or two"),
+    "target of another size": (
+        "lerp",
+        {"targets": [ARENA, like(ARENA, (32,))]},
+        r"targets\[1\]: got float32\[32\]",
+    ),
+    "source of another shape": (
+        "lerp",
+        {"source": changed(LEAVES, 1, shape=(33, 2))},
+        r"source\[1\]: got float32\[33, 2\]",
+    ),
+    "source arena of another size": ("lerp", {"source": like(ARENA, (7,))}, "source: got float32"),
     "backend": ("unpack", {"backend": "gpu"}, "backend: got 'gpu', wanted one of auto"),
 }
 
@@ -122,8 +213,11 @@ def test_a_wrong_operand_is_named_when_it_is_traced(case):
 
 
 def test_what_is_right_is_not_refused():
-    for name in "update", "prologue", "statistics", "pack", "unpack":
+    for name in OPS:
         call(name)
+    call("update", ema=ARENA)
+    call("lerp", source=None, targets=[ARENA, ARENA])
+    call("finish", workspaces=[WORDS, WORDS], segments=SEGMENTS * 2)
 
 
 def test_a_float64_arena_wants_float64_scalars():
@@ -158,7 +252,12 @@ def lowered_for_tpu(backend):
         new = ops.pack(LAYOUT, leaves, backend=backend)
         ints = ops.statistics(LAYOUT, ints, leaves, backend=backend)
         floats, ints = ops.prologue(floats, ints, backend=backend)
+        ints, total, words = ops.accumulate(
+            LAYOUT, ints, arena, leaves, flag=True, norms=True, backend=backend
+        )
+        floats, ints, _ = ops.finish(floats, ints, [words], SEGMENTS, gradients=1, backend=backend)
         w, _, _ = ops.update("sgd", LAYOUT, floats, arena, (), new, backend=backend)
+        (w,) = ops.lerp(LAYOUT, jnp.ones(2), [w], total, backend=backend)
         many = jax.vmap(lambda x: ops.unpack(LAYOUT, x, [np.float32] * 4, backend=backend))
         return w, many(jnp.stack([w, w])), ints
 

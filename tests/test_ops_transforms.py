@@ -25,8 +25,10 @@ from arenas import (
     to_leaves,
 )
 from jax.sharding import AxisType, PartitionSpec
+from whole_step import assert_whole_step, whole_step, whole_step_operands
 
 from jaxrenaissance import ops, scalars
+from jaxrenaissance.workspaces import workspace_size
 
 # Without an empty leaf: JAX 0.11's shard_map on the CPU breaks down over arrays without elements.
 LAYOUT = make_layout([(5,), (2, 33), (), (31,)], groups=[0, 1, 1, 0], stacked=[0, 1, 0, 0])
@@ -262,6 +264,93 @@ def test_shard_map_of_vmap(check_vma, backend):
         np.testing.assert_array_equal(got, to_arena(LAYOUT, to_leaves(LAYOUT, arena)))
 
 
+# All ops of a step.
+
+
+@pytest.mark.parametrize("disable_jit", [False, True])
+def test_a_whole_step_without_jit(disable_jit, backend):
+    given = whole_step_operands(LAYOUT, np.random.default_rng(4))
+    with jax.disable_jit(disable_jit):
+        got = whole_step(LAYOUT, backend)(*jax.device_put(given))
+    assert_whole_step(LAYOUT, jax.tree.map(np.array, got), given)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_whole_step_promotes_nothing(x64, backend):
+    given = whole_step_operands(LAYOUT, np.random.default_rng(5))
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+        got = jax.jit(whole_step(LAYOUT, backend))(*jax.device_put(given))
+    floats, ints, *others = got
+    assert ints.dtype == np.int32
+    assert {x.dtype.name for x in (floats, *jax.tree.leaves(others))} == {"float32"}
+    assert not any(x.weak_type for x in jax.tree.leaves(got))
+    assert_whole_step(LAYOUT, jax.tree.map(np.array, got), given)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_whole_step_in_shard_map_with_gradients_of_each_device(check_vma, backend):
+    mesh, spec = make_mesh(backend), PartitionSpec("data")
+    rng = np.random.default_rng(6)
+    floats, ints, states, _, taus = whole_step_operands(LAYOUT, rng)
+    shards = [random_leaves(LAYOUT, rng) for _ in range(mesh.size)]
+    shards[-1][1][1, 32] = np.inf
+    stacked = [np.stack(xs) for xs in zip(*shards, strict=True)]
+
+    def local(stacked, *others):
+        *others, taus = others
+        got = whole_step(LAYOUT, backend)(*others, [x[0] for x in stacked], taus)
+        return jax.tree.map(lambda x: x[None], got)
+
+    replicated = PartitionSpec()
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(spec, replicated, replicated, replicated, replicated),
+        out_specs=spec,
+        check_vma=check_vma,
+    )
+    got = jax.tree.map(np.array, jax.jit(run)(stacked, floats, ints, states, taus))
+    np.testing.assert_array_equal(got[1][:, scalars.STEP], [1] * (mesh.size - 1) + [0])
+    for i in range(mesh.size - 1):
+        own = jax.tree.map(lambda x, i=i: x[i], got)
+        assert_whole_step(LAYOUT, own, (floats, ints, states, shards[i], taus))
+    for x, y in zip(got[2][:4], states[:4], strict=True):
+        assert_same_bits(x[mesh.size - 1], y)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_operands_of_a_whole_step_that_are_not_donated_stay(jit, backend):
+    given = whole_step_operands(LAYOUT, np.random.default_rng(7))
+    placed = jax.tree.map(jnp.array, given)
+    fn = whole_step(LAYOUT, backend)
+    jax.block_until_ready((jax.jit(fn) if jit else fn)(*placed))
+    jax.tree.map(assert_same_bits, placed, given)
+
+
+@native_backends
+def test_a_donated_whole_step_copies_none_of_its_arenas(backend):
+    # Without the lerps, whose targets are states that are also results.
+    floats, ints, states, leaves, _ = whole_step_operands(LAYOUT, np.random.default_rng(8))
+
+    def step(floats, ints, states, leaves):
+        weights, m, v, ema, accumulator = states
+        ints, total, workspace = ops.accumulate(
+            LAYOUT, ints, accumulator, leaves, flag=True, norms=True, backend=backend
+        )
+        floats, ints, _ = ops.finish(
+            floats, ints, [workspace], [len(LAYOUT.segments)], gradients=1, backend=backend
+        )
+        weights, moments, ema = ops.update(
+            "adam", LAYOUT, floats, weights, (m, v), total, ema=ema, gated=True, backend=backend
+        )
+        return floats, ints, [weights, *moments, ema, total]
+
+    operands = jax.tree.map(jnp.array, (floats, ints, states, leaves))
+    compiled = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*operands).compile().as_text()
+    assert copies(compiled, [floats, ints, *states]) == []
+    assert len(re.findall(r"(may|must)-alias", compiled.splitlines()[0])) == 7
+
+
 # Buffers and compilations.
 
 
@@ -397,6 +486,8 @@ def differentiable_calls(backend):
     arena = jnp.asarray(random_states(LAYOUT, "sgd", np.random.default_rng(0))[0])
     ints = jnp.asarray(scalars.initial_ints())
     leaves = [jnp.asarray(x) for x in random_leaves(LAYOUT, np.random.default_rng(0))]
+    words = jnp.zeros(workspace_size(LAYOUT), jnp.int32)
+    segments, taus = [len(LAYOUT.segments)], jnp.ones(2)
     return {
         "unpack": lambda x: ops.unpack(LAYOUT, arena * x, [np.float32] * 4, backend=backend)[0],
         "pack": lambda x: ops.pack(
@@ -407,11 +498,40 @@ def differentiable_calls(backend):
         "update_sgd": lambda x: ops.update(
             "sgd", LAYOUT, floats, arena * x, (), leaves, backend=backend
         )[0],
+        "norms": lambda x: x * ops.norms(LAYOUT, ints, arena * x, flag=True, backend=backend)[0],
+        "accumulate": lambda x: ops.accumulate(
+            LAYOUT, ints, arena * x, leaves, flag=True, norms=False, backend=backend
+        )[1],
+        "finish": lambda x: ops.finish(
+            floats * x, ints, [words], segments, gradients=1, backend=backend
+        )[0],
+        "finish_update": lambda x: ops.finish_update(
+            floats * x, [words], segments, backend=backend
+        ),
+        "update_norms_sgd": lambda x: (
+            x * ops.update_norms("sgd", LAYOUT, floats, arena * x, (), leaves, backend=backend)
+        ),
+        "lerp": lambda x: ops.lerp(LAYOUT, taus * x, [arena], None, backend=backend)[0],
     }
 
 
+DIFFERENTIATED = (
+    "unpack",
+    "pack",
+    "statistics",
+    "norms",
+    "accumulate",
+    "prologue",
+    "finish",
+    "update_norms_sgd",
+    "finish_update",
+    "update_sgd",
+    "lerp",
+)
+
+
 @native_backends
-@pytest.mark.parametrize("name", ["unpack", "pack", "statistics", "prologue", "update_sgd"])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_differentiating_is_an_error_that_says_what_to_do(name, backend):
     fn = lambda x: jnp.sum(differentiable_calls(backend)[name](x))  # noqa: E731
     message = rf"jaxrenaissance's {name} cannot be differentiated.*state\.compute_params"
@@ -442,3 +562,39 @@ def test_the_xla_backend_is_differentiable():
     rate = [x * -factor * (0.1 if i in (0, 3) else 0.07) for i, x in enumerate(ones)]
     assert_close(dw, cotangent * to_arena(LAYOUT, keep))
     assert_close(dg, cotangent * to_arena(LAYOUT, rate))
+
+
+def test_average_bound_sum_and_lerp_are_differentiable_on_the_xla_backend():
+    rng = np.random.default_rng(1)
+    floats = make_floats([{"lr": 0.5}] * 2, one_minus_ema=0.25, max_value=1.0, loss_scale=2.0)
+    weights, ema, accumulator, target = rng.normal(size=(4, LAYOUT.size)).astype(np.float32)
+    gradient, cotangent = rng.normal(size=(2, LAYOUT.size)).astype(np.float32)
+    taus = jnp.full(2, 0.5)
+
+    def fn(gradient, max_norm):
+        ints = jnp.asarray(scalars.initial_ints()).at[scalars.MICRO].set(1)
+        ints, total, words = ops.accumulate(
+            LAYOUT, ints, jnp.asarray(accumulator), gradient, flag=True, norms=True, backend="xla"
+        )
+        new, ints, _ = ops.finish(
+            jnp.asarray(floats).at[scalars.MAX_NORM].set(max_norm),
+            ints,
+            [words],
+            [len(LAYOUT.segments)],
+            gradients=1,
+            backend="xla",
+        )
+        _, _, average = ops.update(
+            "sgd", LAYOUT, new, jnp.asarray(weights), (), total, ema=jnp.asarray(ema), backend="xla"
+        )
+        (moved,) = ops.lerp(LAYOUT, taus, [jnp.asarray(target)], average, backend="xla")
+        return jnp.vdot(moved, cotangent)
+
+    # Two micro-batches and a scale of 2: a factor of 1/4, and less where the norm is bounded.
+    total = gradient + accumulator
+    norm = np.linalg.norm(to_arena(LAYOUT, to_leaves(LAYOUT, total))) / 4
+    for max_norm, factor in (np.inf, 0.25), (norm / 2, 0.125):
+        dg = jax.jit(jax.grad(fn))(jnp.asarray(gradient), np.float32(max_norm))
+        # Through the lerp, the average, the rate, the factor; clamped elements have none.
+        wanted = cotangent * 0.5 * 0.25 * -0.5 * factor * (np.abs(total * factor) < 1)
+        assert_close(dg, wanted)
