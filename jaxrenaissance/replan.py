@@ -76,34 +76,45 @@ def move(old: Static, new: Static, buffers: Buffers, leaves: Sequence[Any]) -> B
         leaves: the new trained leaves, in the tree's order.
     """
     spec, plan = new.spec, new.plan
-    weights = packed.pack(plan, leaves, backend=spec.backend)
     dtypes = [plan.arenas[leaf.arena].dtype for leaf in plan.leaves]
-    zeros = [jnp.zeros(leaf.shape, d) for leaf, d in zip(plan.leaves, dtypes, strict=True)]
+    wide = [x.astype(d) for x, d in zip(leaves, dtypes, strict=True)]
+    if any(x.dtype != d for x, d in zip(leaves, dtypes, strict=True)):
+        before = _same(old, new, buffers.weights, wide)
+        wide = [_unrounded(*three) for three in zip(leaves, wide, before, strict=True)]
+    weights = packed.pack(plan, wide, backend=spec.backend)
+    zeros = [jnp.zeros_like(x) for x in wide]
     series = [tuple(own[k] for own in buffers.moments) for k in range(spec.config.moments)]
     moments = [_move(old, new, arenas, zeros) for arenas in series]
     ema = ()
     if spec.ema:
-        averaged = [x.astype(d) for x, d in zip(leaves, dtypes, strict=True)]
         if spec.ema_debias:  # So that it reads as the weight, as it does at first.
             weight = averages.gathered(buffers.floats)
-            averaged = [x * weight.astype(x.dtype) for x in averaged]
-        ema = _move(old, new, buffers.ema, averaged)
+            wide = [x * weight.astype(x.dtype) for x in wide]
+        ema = _move(old, new, buffers.ema, wide)
     floats = buffers.floats.astype(scalar_dtype(plan))
     buffers = start(spec, plan, weights, floats, _counters(old.plan, plan, buffers.ints))
     by_arena = tuple(tuple(own[i] for own in moments) for i in range(len(weights)))
     return buffers._replace(moments=by_arena, ema=ema)
 
 
-def _move(old: Static, new: Static, arenas: Arenas, fresh: Sequence[jax.Array]) -> Arenas:
-    """One series: what is kept from the old arenas, and what is fresh."""
-    backend = new.spec.backend
-    before = packed.unpack(old.plan, arenas, packed.arena_dtypes(old.plan), backend=backend)
-    same = {(leaf.path, leaf.shape): x for leaf, x in zip(old.plan.leaves, before, strict=True)}
-    after = [
-        same.get((leaf.path, leaf.shape), x).astype(x.dtype)
+def _same(old: Static, new: Static, arenas: Arenas, fresh: Sequence[jax.Array]) -> list[jax.Array]:
+    """What the old arenas hold of leaves of the same path and shape, and else what is fresh."""
+    dtypes = packed.arena_dtypes(old.plan)
+    before = packed.unpack(old.plan, arenas, dtypes, backend=new.spec.backend)
+    known = {(leaf.path, leaf.shape): x for leaf, x in zip(old.plan.leaves, before, strict=True)}
+    return [
+        known.get((leaf.path, leaf.shape), x).astype(x.dtype)
         for leaf, x in zip(new.plan.leaves, fresh, strict=True)
     ]
-    return packed.pack(new.plan, after, backend=backend)
+
+
+def _move(old: Static, new: Static, arenas: Arenas, fresh: Sequence[jax.Array]) -> Arenas:
+    return packed.pack(new.plan, _same(old, new, arenas, fresh), backend=new.spec.backend)
+
+
+def _unrounded(leaf: jax.Array, wide: jax.Array, before: jax.Array) -> jax.Array:
+    """A weight that was only rounded when it was read is what it was."""
+    return jnp.where(leaf == before.astype(leaf.dtype), before, wide)
 
 
 def _counters(old: MemoryPlan, new: MemoryPlan, ints: jax.Array) -> jax.Array:

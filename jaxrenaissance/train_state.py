@@ -371,7 +371,7 @@ class TrainState:
         return gradients.add(self.spec, sums, leaves)
 
     def replace(self, *, params: Any = _KEEP, extra: Any = _KEEP) -> "TrainState":
-        """The state with other parameters or another extra; moments and counters stay.
+        """The state with other parameters or another extra; all else stays, averages included.
 
         Args:
             params: like the parameters; leaves that are not trained keep their dtype and shape, or
@@ -485,8 +485,8 @@ class TrainState:
         and counters stay; a running cycle of `accumulate` starts anew.
 
         Args:
-            new_tree: all parameters, as in `create`. Those that stay are read from here as well,
-                in the precision that they have here.
+            new_tree: all parameters, as in `create`, those that stay included. Elements of bfloat16
+                and float16 leaves that are what `params` gave keep their full precision.
             optimizer: to take mask and groups from, for all leaves; of the state's spec. None:
                 leaves known by path keep their group, others are in that without hyperparameters
                 of its own, decayed where the region is.

@@ -146,7 +146,8 @@ def test_inside_shard_map(check_vma, backend):
         state = jr.TrainState.create(params, own, extra=jnp.ones(3), ema_extra=True)
         state = jax.lax.scan(lambda s, _: (micro_steps(s, XS), None), state, length=2)[0]
         state = jr.lerp(state.reset_moments("norm/*"), mlp(), 0.5).map_params(jnp.tanh)
-        return state.with_ema().params, state.params
+        larger = state.replan({**state.params, "more": jnp.ones(2)})
+        return state.with_ema().params, larger.apply_gradients(larger.params).params
 
     spec = PartitionSpec("seeds")
     scales = jnp.linspace(0.5, 1.0, 2 * mesh.size)

@@ -221,6 +221,19 @@ def test_leaves_move_between_arenas_with_their_moments(backend):
         assert int(wide.apply_gradients({**params}).step) == 2
 
 
+def test_what_was_only_rounded_when_it_was_read_is_not_rounded(backend):
+    params = {"a": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(2, jnp.float16)}
+    state = jr.TrainState.create(params, jr.sgd(1e-4, ema_decay=0.5, backend=backend))
+    state = state.apply_gradients(params)
+    tree = {**state.params, "new": jnp.ones(2)}
+    tree["a"] = tree["a"].at[1].set(3)
+    new = state.replan(tree)
+    weights = by_path(new, new.weights)
+    np.testing.assert_allclose(weights["a"], [0.9999, 3, 0.9999, 0.9999], rtol=1e-7)
+    np.testing.assert_allclose(weights["b"], 0.9999, rtol=1e-7)
+    np.testing.assert_array_equal(by_path(new, new.ema)["b"], by_path(state, state.ema)["b"])
+
+
 def test_replanning_to_and_from_a_tree_without_leaves(backend):
     state = stepped(backend).replan({})
     assert state.weights == ()

@@ -1,0 +1,106 @@
+"""What a step runs: the ops of each set of options, and no buffer for what is not asked for."""
+
+import jax
+import numpy as np
+import pytest
+from states import mlp
+
+import jaxrenaissance as jr
+
+OPTIONS = {
+    "plain": ({}, ["statistics", "prologue", "update"], 5),
+    "no skips": ({"skip_nonfinite": False}, ["prologue", "update"], 5),
+    "max_value": ({"max_value": 1.0}, ["statistics", "prologue", "update"], 5),
+    "ema": ({"ema_decay": 0.9}, ["statistics", "prologue", "update"], 6),
+    "loss scale": (
+        {"loss_scale": jr.DynamicLossScale()},
+        ["statistics", "prologue", "update"],
+        5,
+    ),
+    "max_norm": ({"max_norm": 1.0}, ["norms", "finish", "update"], 5),
+    "grad_norm": ({"metrics": "grad_norm"}, ["norms", "finish", "update"], 5),
+    "leaves": ({"metrics": "leaves"}, ["norms", "finish", "update"], 6),
+    "param_norm": ({"metrics": "param_norm"}, ["statistics", "norms", "finish", "update"], 5),
+    "update_norm": (
+        {"metrics": "update_norm"},
+        ["statistics", "prologue", "update_norms", "finish_update", "update"],
+        5,
+    ),
+    "accumulate": (
+        {"accumulate": jr.Accumulate(2)},
+        ["accumulate", "prologue", "update"],
+        6,
+    ),
+    "accumulate, max_norm, ema": (
+        {"accumulate": jr.Accumulate(2), "max_norm": 1.0, "ema_decay": 0.9},
+        ["accumulate", "finish", "update"],
+        7,
+    ),
+    "norms of all": (
+        {"max_norm": 1.0, "metrics": ["param_norm", "update_norm"]},
+        ["norms", "norms", "finish", "update_norms", "finish_update", "update"],
+        5,
+    ),
+}
+
+
+def ops_of(jaxpr):
+    """The package's ops in the order of the program; an update of any kind is one name."""
+    names = [str(equation.primitive) for equation in jaxpr.eqns]
+    names = [x.removeprefix("jaxrenaissance_") for x in names if x.startswith("jaxrenaissance_")]
+    return [x.removesuffix("_adam") for x in names]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_ops_and_buffers(options):
+    arguments, ops, buffers = OPTIONS[options]
+    optimizer = jr.adamw(0.1, mask="weights", backend="auto", **arguments)
+    state = jr.TrainState.create(mlp(), optimizer)
+    jaxpr = jax.make_jaxpr(lambda s, g: s.apply_gradients(g))(state, mlp())
+    assert ops_of(jaxpr) == ops
+    assert len(jax.tree.leaves(state)) == buffers
+
+
+def test_a_plain_step_is_three_ops_and_nothing_beside_them():
+    state = jr.TrainState.create(mlp(), jr.adamw(0.1, mask="weights", backend="auto"))
+    jaxpr = jax.make_jaxpr(lambda s, g: s.apply_gradients(g))(state, mlp())
+    assert len(jaxpr.eqns) == 3
+
+
+def test_both_arenas_take_part_and_the_scalars_advance_once():
+    with jax.enable_x64(True):
+        params = {"a": np.ones(3, np.float64), "b": np.ones(3, np.float32)}
+        optimizer = jr.adamw(
+            0.1, max_norm=1.0, metrics=["param_norm", "update_norm"], mask=True, backend="auto"
+        )
+        state = jr.TrainState.create(params, optimizer)
+        jaxpr = jax.make_jaxpr(lambda s, g: s.apply_gradients(g))(state, params)
+    two = ["norms"] * 4 + ["finish"] + ["update_norms"] * 2 + ["finish_update"] + ["update"] * 2
+    assert ops_of(jaxpr) == two
+
+
+def test_sums_of_micro_batches_are_looked_at_where_they_add_up():
+    optimizer = jr.adamw(0.1, mask="weights", backend="auto")
+    state = jr.TrainState.create(mlp(), optimizer)
+
+    def step(state, grads):
+        sums = state.accumulate(state.zero_gradients(), grads)
+        return state.apply_gradients(sums)
+
+    assert ops_of(jax.make_jaxpr(step)(state, mlp())) == ["accumulate", "prologue", "update"]
+
+
+@pytest.mark.parametrize(
+    ("change", "ops"),
+    [
+        (lambda s: s.reset_moments("norm/*"), ["lerp"]),
+        (lambda s: jr.lerp(s, s, 0.5), ["lerp"]),
+        (lambda s: jr.lerp(s, mlp(), 0.5), ["lerp"]),
+        (lambda s: s.map_params(lambda x: 2 * x), ["unpack", "pack"]),
+        (lambda s: s.with_ema(), []),
+    ],
+)
+def test_changes_from_outside_take_few_launches(change, ops):
+    optimizer = jr.adamw(0.1, ema_decay=0.9, mask="weights", backend="auto")
+    state = jr.TrainState.create(mlp(), optimizer)
+    assert ops_of(jax.make_jaxpr(change)(state)) == ops
