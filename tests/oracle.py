@@ -17,7 +17,7 @@ class Oracle:
         decoupled: whether the decay shrinks the weights rather than adding to the gradient.
         skip_nonfinite: whether a non-finite gradient element makes the whole step do nothing.
         numbers: learning_rate, weight_decay, momentum, b1, b2, eps, eps_root; the rest has optax's
-            defaults. `learning_rate` and `weight_decay` may be functions of the updates made.
+            defaults. Each may be a function of the updates made before.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Oracle:
             self.skipped += 1
             return self.weights
         lr, wd = self.number("learning_rate"), self.number("weight_decay")
-        self.count += 1
         for i, g in enumerate(gradients):
             w, decay = self.weights[i], wd if self.decayed[i] else 0.0
             if not self.decoupled:
                 g = g + decay * w
             shrunk = w * (1 - lr * decay) if self.decoupled else w
             self.weights[i] = shrunk - lr * self._direction(i, g)
+        self.count += 1
         return self.weights
 
     def _direction(self, i: int, g: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ class Oracle:
             beta = self.number("momentum")
             self.m[i] = beta * self.m[i] + g
             return self.m[i] if self.kind == "momentum" else beta * self.m[i] + g
-        b1, b2, t = self.number("b1"), self.number("b2"), self.count
+        b1, b2, t = self.number("b1"), self.number("b2"), self.count + 1
         self.m[i] = b1 * self.m[i] + (1 - b1) * g
         self.v[i] = b2 * self.v[i] + (1 - b2) * g**2
         m, v = self.m[i] / (1 - b1**t), self.v[i] / (1 - b2**t)

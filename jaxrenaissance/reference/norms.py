@@ -52,8 +52,9 @@ def norms_of(workspace: jax.Array, segments: int) -> jax.Array:
 
 def norm(x: jax.Array) -> jax.Array:
     """The norm over the last axis: no square overflows, none is lost in underflow."""
-    largest = jnp.max(jnp.abs(x), axis=-1, initial=0)
-    scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    # XLA may divide by multiplying with the reciprocal, which is not to be subnormal.
+    tiny = jnp.finfo(x.dtype).tiny
+    scale = jnp.clip(jnp.max(jnp.abs(x), axis=-1, initial=0), tiny, 1 / tiny)
     return scale * jnp.sqrt(jnp.sum(jnp.square(x / scale[..., None]), axis=-1))
 
 
