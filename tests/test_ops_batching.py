@@ -331,6 +331,35 @@ def test_all_of_a_step_under_nested_vmap_with_shared_operands(backend):
             assert_whole_step(LAYOUT, own, alone)
 
 
+@pytest.mark.parametrize("batched", range(3))
+def test_norms_of_updates_where_one_operand_alone_is_batched(batched, backend):
+    rng = np.random.default_rng(13)
+    states, leaves = random_states(LAYOUT, "momentum", rng), random_leaves(LAYOUT, rng)
+    operands = [make_floats(), states, leaves]
+    scale = np.array([1.0, 0.5, 2.0])
+    many = list(operands)
+    many[batched] = jax.tree.map(
+        lambda x: np.stack([x * k for k in scale]).astype(x.dtype), operands[batched]
+    )
+    axes = [0 if i == batched else None for i in range(3)]
+
+    def fn(floats, states, leaves):
+        weights, *moments = states
+        where = {"backend": backend}
+        words = ops.update_norms("momentum", LAYOUT, floats, weights, moments, leaves, **where)
+        floats = ops.finish_update(floats, [words], [len(LAYOUT.segments)], **where)
+        return floats[scalars.UPDATE_NORM]
+
+    got = run(jax.vmap(fn, axes), *many)
+    for i in range(3):
+        alone = [member(x, i) if axis == 0 else x for x, axis in zip(many, axes, strict=True)]
+        assert_member_is(got[i], run(fn, *alone), backend)
+        if batched > 0:
+            gradient = to_arena(LAYOUT, alone[2])
+            new, *_ = expected_update("momentum", LAYOUT, alone[1], gradient)
+            np.testing.assert_allclose(got[i], np.linalg.norm(new - alone[1][0]), rtol=1e-5)
+
+
 def test_lerp_over_factors_alone_and_with_targets_that_are_shared(backend):
     rng = np.random.default_rng(12)
     target, source = (to_arena(LAYOUT, random_leaves(LAYOUT, rng)) for _ in range(2))

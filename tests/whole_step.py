@@ -1,4 +1,4 @@
-"""All ops of a step at once: a cycle of micro-batches, norms, an update with its average, a lerp."""
+"""All ops of a step at once: a cycle of micro-batches, norms, an update with an average, a lerp."""
 
 import numpy as np
 from arenas import (

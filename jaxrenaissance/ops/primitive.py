@@ -1,7 +1,7 @@
 """What every op shares: a primitive, lowerings, batching, and an error when differentiated."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ class Op:
       reference: the op in jax.numpy, called with the operands and the static parameters.
       aliases: static parameters -> {operand index: result index}, for the buffers updated in place.
       attributes: static parameters -> the handler's attributes: integers, or sequences of them.
+      unshared: operands that members of a batch never share, beside those updated in place.
       merged: whether the layout may have slices of a stacked leaf merged; not where an op has a
         result for each segment.
     """
@@ -43,6 +44,7 @@ class Op:
         reference: Callable[..., Sequence[jax.Array]],
         aliases: Callable[..., Mapping[int, int]] = lambda **static: {},
         attributes: Callable[..., Mapping[str, int | Sequence[int]]] = lambda **static: {},
+        unshared: Collection[int] = (),
         merged: bool = True,
     ) -> None:
         self.name = name
@@ -51,6 +53,7 @@ class Op:
         self._reference = reference
         self._aliases = aliases
         self._attributes = attributes
+        self._unshared = unshared
         self._merged = merged
 
         self._primitive = primitive = jax.extend.core.Primitive(f"jaxrenaissance_{name}")
@@ -105,10 +108,10 @@ class Op:
     ) -> tuple[list[jax.Array], list[int]]:
         size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
         op_static = {k: v for k, v in static.items() if k != "backend"}
-        in_place = self._aliases(**op_static)
+        unshared = {*self._aliases(**op_static), *self._unshared}
         new_operands, new_batched = [], []
         for i, (x, d, has_batch) in enumerate(zip(operands, dims, batched, strict=True)):
-            shared = d is None and not has_batch and i not in in_place
+            shared = d is None and not has_batch and i not in unshared
             if not shared:
                 own = x.ndim - (d is not None) - (len(batch) if has_batch else 0)
                 x = jax.numpy.moveaxis(x, d, 0) if d is not None else x[None]

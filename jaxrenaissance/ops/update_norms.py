@@ -20,11 +20,14 @@ def _result_types(
 
 
 def _op(kind: str) -> Op:
+    series = 1 + MOMENTS[kind]
     return Op(
         f"update_norms_{kind}",
         result_types=_result_types,
-        reference=functools.partial(reference, kind, 1 + MOMENTS[kind]),
+        reference=functools.partial(reference, kind, series),
         attributes=lambda *, layout, from_arena: {"from_arena": from_arena},
+        # The kernels are those of the update, which has each member's own states.
+        unshared=range(1, 1 + series),
         merged=False,
     )
 
