@@ -19,19 +19,18 @@ __device__ double BlockSum(int64_t n, const F& get) {
   while (stretch * kThreads < n) stretch *= 2;
   const int64_t low = threadIdx.x * stretch;
   const int64_t high = low + stretch < n ? low + stretch : n;
+  const auto sum_of_eight = [&](int64_t i) {  // loads in flight together
+    double x[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = i + j < high ? get(i + j) : 0.0;
+    return SumOfEight(x);
+  };
   double sum = 0.0;
-  if (stretch < 8) {
-    PairwiseSum pairwise;
-    for (int64_t i = low; i < high; ++i) pairwise.Push(get(i));
-    sum = pairwise.Total();
+  if (stretch <= 8) {
+    sum = sum_of_eight(low);
   } else {
     PairwiseSum pairwise;
-    for (int64_t i = low; i < high; i += 8) {  // loads in flight together
-      double x[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) x[j] = i + j < high ? get(i + j) : 0.0;
-      pairwise.Push(SumOfEight(x));
-    }
+    for (int64_t i = low; i < high; i += 8) pairwise.Push(sum_of_eight(i));
     sum = pairwise.Total();
   }
 #pragma unroll
@@ -73,9 +72,12 @@ __device__ bool FinishSegment(const Workspaces& all, int64_t total, int64_t numb
     const Workspace& own = all.each[place.workspace];
     const int32_t* first = own.data + member * own.stride + place.segment;
     double* partials = SumOfSegment(all, place, member);
-    const double sum = BlockSum(first[1] - first[0], [&](int64_t i) { return partials[i]; });
-    __syncthreads();  // all partials have been read before the first is overwritten
-    if (threadIdx.x == 0) *partials = sum;
+    const int64_t count = first[1] - first[0];
+    if (count > 1) {
+      const double sum = BlockSum(count, [&](int64_t i) { return partials[i]; });
+      __syncthreads();  // all partials have been read before the first is overwritten
+      if (threadIdx.x == 0) *partials = sum;
+    }
   }
   __shared__ bool is_last;
   if (threadIdx.x == 0) {

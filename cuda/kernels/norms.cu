@@ -33,50 +33,53 @@ __device__ __forceinline__ double PlusSquare(double sum, float x) {
 __device__ __forceinline__ double PlusSquare(double sum, double x) { return sum + x * x; }
 
 template <typename T, bool kFromArena, bool kAccumulate, int kCapacity>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kNormsMinBlocks)
     NormsKernel(const Pass<T> pass, const __grid_constant__ PartialTable<kCapacity> table) {
   const ChunkPlace place = FindChunk<T>(table);
   const int lane = threadIdx.x % kChunkLanes;
   int32_t* ints = pass.ints + static_cast<int64_t>(place.member) * kInts;
   double sums[kVector] = {};
   bool bad = false;
+  const bool is_first = kAccumulate && ints[kMicro] == 0;
 
   const auto look = [&](const auto* data, auto is_whole) {
     using Element = std::decay_t<decltype(*data)>;
     constexpr bool kIsWhole = decltype(is_whole)::value;
-    // All loads go out before the first is used.
-    Vector<Element> raw[kChunkVectors]{};
+    // Some loads go out before the first is used; all of them would take the registers of other
+    // blocks.
+    constexpr int kInFlight = sizeof(Element) == 2 ? kNormsInFlight : kNormsInFlight / 2;
 #pragma unroll
-    for (int u = 0; u < kChunkVectors; ++u) {
-      const int count = kIsWhole ? kVector : VectorCount(place, u);
-      LoadVector(data + (u * kChunkLanes + lane) * kVector, count, raw[u]);
-    }
-    if constexpr (kAccumulate) {
-      T* own = pass.accumulator + place.member * pass.size + place.position + lane * kVector;
-      const bool is_first = ints[kMicro] == 0;
+    for (int first = 0; first < kChunkVectors; first += kInFlight) {
+      Vector<Element> raw[kInFlight]{};
 #pragma unroll
-      for (int u = 0; u < kChunkVectors; ++u) {
-        const int count = kIsWhole ? kVector : VectorCount(place, u);
-        Vector<T> sum{};
-        if (!is_first) LoadVector(own + u * (kChunkLanes * kVector), count, sum);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          const T before = sum.x[i];
-          const T g = static_cast<T>(Widen(raw[u].x[i]));
-          sum.x[i] = is_first ? g : before + g;
-          bad |= IsNonFinite(g) || (IsNonFinite(sum.x[i]) && !IsNonFinite(before));
-          sums[i] = PlusSquare(sums[i], sum.x[i]);
-        }
-        StoreVector(own + u * (kChunkLanes * kVector), count, sum);
+      for (int k = 0; k < kInFlight; ++k) {
+        const int count = kIsWhole ? kVector : VectorCount(place, first + k);
+        LoadVector(data + ((first + k) * kChunkLanes + lane) * kVector, count, raw[k]);
       }
-    } else {
 #pragma unroll
-      for (int u = 0; u < kChunkVectors; ++u) {
+      for (int k = 0; k < kInFlight; ++k) {
+        if constexpr (kAccumulate) {
+          const int count = kIsWhole ? kVector : VectorCount(place, first + k);
+          T* own = pass.accumulator + place.member * pass.size + place.position +
+                   ((first + k) * kChunkLanes + lane) * kVector;
+          Vector<T> sum{};
+          if (!is_first) LoadVector(own, count, sum);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          const auto g = Widen(raw[u].x[i]);
-          if constexpr (sizeof(g) == 8) bad |= IsNonFinite(g);
-          sums[i] = PlusSquare(sums[i], g);
+          for (int i = 0; i < kVector; ++i) {
+            const T before = sum.x[i];
+            const T g = static_cast<T>(Widen(raw[k].x[i]));
+            sum.x[i] = is_first ? g : before + g;
+            bad |= IsNonFinite(g) || (IsNonFinite(sum.x[i]) && !IsNonFinite(before));
+            sums[i] = PlusSquare(sums[i], sum.x[i]);
+          }
+          StoreVector(own, count, sum);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) {
+            const auto g = Widen(raw[k].x[i]);
+            if constexpr (sizeof(g) == 8) bad |= IsNonFinite(g);
+            sums[i] = PlusSquare(sums[i], g);
+          }
         }
       }
     }

@@ -45,6 +45,13 @@ __device__ __forceinline__ GroupScalars<T> LoadRow(const S* row) {
   return LoadGroup<T>(slots);
 }
 
+// The call's scalars lie in the header's first vector.
+template <typename S>
+__device__ __forceinline__ Vector<S> LoadHeader(const S* floats) {
+  static_assert(kApply == 0 && kGradFactor == 1 && kMaxValue == 2 && kOneMinusEma == 3);
+  return *reinterpret_cast<const Vector<S>*>(floats);
+}
+
 template <typename F>
 cudaError_t WithRule(UpdateKind kind, const F& f) {
   switch (kind) {

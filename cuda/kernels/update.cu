@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kMinBlocks)
   if (position >= arenas.size) return;
   const int64_t offset = block.member * arenas.size + position;
   floats += block.member * floats_stride;
-  if (gated && floats[kApply] == S(0)) return;
+  const Vector<S> header = LoadHeader(floats);
+  if (gated && header.x[kApply] == S(0)) return;
 
   // All loads are issued before the first result is used.
   Vector<T> w, m, v, e, g;
@@ -39,8 +40,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kMinBlocks)
       for (int i = 0; i < kVector; ++i) g.x[i] = static_cast<T>(Widen(raw.x[i]));
     });
   }
-  if (place.count == 0 || floats[kApply] == S(0)) return;
-  const CallScalars<T> call = LoadCall<T>(floats);
+  if (place.count == 0 || header.x[kApply] == S(0)) return;
+  const CallScalars<T> call = LoadCall<T>(header.x);
   const GroupScalars<T> scalars = LoadRow<T>(floats + RowStart(place.tag()));
 #pragma unroll
   for (int i = 0; i < kVector; ++i)
