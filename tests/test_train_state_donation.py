@@ -53,12 +53,21 @@ def test_buffers_of_a_donated_state_are_used_again(backend):
     assert sorted(before) == sorted(after)
 
 
-def test_a_donated_step_of_a_nonlinear_model_copies_no_arena(backend):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_norm": 1.0, "ema_decay": 0.9, "loss_scale": jr.DynamicLossScale()},
+        {"accumulate": jr.Accumulate(2), "max_norm": 1.0, "ema_decay": 0.9},
+        {"metrics": ["leaves", "param_norm", "update_norm"]},
+    ],
+)
+def test_a_donated_step_of_a_nonlinear_model_copies_no_arena(options, backend):
     if backend == "xla":
         pytest.skip("plain jax.numpy slices and joins arenas")
     params = {f"layer{i}": mlp(i, width=17) for i in range(3)}
     schedule = optax.cosine_decay_schedule(1e-3, 10)
-    optimizer = jr.adamw(schedule, mask="weights", backend=backend)
+    optimizer = jr.adamw(schedule, mask="weights", backend=backend, **options)
     state = jr.TrainState.create(params, optimizer, compute_dtype="bfloat16")
 
     def step(state, x):
