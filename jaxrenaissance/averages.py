@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 
 from . import scalars
 from .ops.primitive import same_manual_axes
@@ -31,7 +30,7 @@ def start_extra(spec: Spec, extra: Any, floats: jax.Array) -> Any:
     def begin(x: jax.Array) -> jax.Array:
         if not _is_float(x):
             return jnp.copy(x)
-        x = x.astype(_wide(x))
+        x = widened(x)
         return jnp.zeros_like(x) if spec.ema_debias else jnp.copy(x)
 
     leaves, treedef = jtu.tree_flatten(jtu.tree_map(begin, extra))
@@ -65,6 +64,11 @@ def read_extra(spec: Spec, floats: jax.Array, average: Any, extra: Any) -> Any:
     return jtu.tree_map(convert, average, extra)
 
 
+def widened(x: jax.Array) -> jax.Array:
+    """An array in float32, or in float64 as it is."""
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
 def gathered(floats: jax.Array) -> jax.Array:
     """What a debiased average is divided by: 0 before the first update, 1 after many."""
     return floats[scalars.EMA_WEIGHT] + floats[scalars.EMA_WEIGHT_LOW]
@@ -79,7 +83,3 @@ def _read(spec: Spec, floats: jax.Array, average: jax.Array, current: jax.Array)
 
 def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _wide(x: jax.Array) -> np.dtype:
-    return jnp.promote_types(x.dtype, jnp.float32)

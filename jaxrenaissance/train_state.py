@@ -279,9 +279,8 @@ class TrainState:
         if not self.spec.loss_scale:
             return loss
         self._check_single("scale_loss")
-        loss = jnp.asarray(loss)
-        dtype = jnp.promote_types(loss.dtype, jnp.float32)
-        return loss.astype(dtype) * self.loss_scale.astype(dtype)
+        loss = averages.widened(jnp.asarray(loss))
+        return loss * self.loss_scale.astype(loss.dtype)
 
     def apply_gradients(self, grads: Any, *, extra: Any = _KEEP) -> "TrainState":
         """The state after one step of the optimizer.

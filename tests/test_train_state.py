@@ -124,6 +124,33 @@ def test_init_makes_the_same_state_as_create(backend):
         jr.TrainState.init(make, optimizer, has_extra=True)
 
 
+def test_states_with_every_series_are_made_alike_and_fit_one_screen(backend):
+    optimizer = jr.adam(
+        1e-3,
+        ema_decay=0.9,
+        accumulate=jr.Accumulate(4),
+        metrics="leaves",
+        groups=[jr.Group("*/bias", scale=2.0)],
+        loss_scale=jr.DynamicLossScale(growth_interval=7),
+        backend=backend,
+    )
+    extra = {"n": jnp.ones(2)}
+    created = jr.TrainState.create(mlp(), optimizer, extra=extra, ema_extra=True)
+    made = jr.TrainState.init(lambda: (mlp(), extra), optimizer, has_extra=True, ema_extra=True)
+    shapes = jax.eval_shape(
+        lambda p: jr.TrainState.create(p, optimizer, extra=extra, ema_extra=True), mlp()
+    )
+    assert jax.tree.structure(created) == jax.tree.structure(made) == jax.tree.structure(shapes)
+    assert_buffers_equal(created, made)
+    for state in (created, shapes):
+        text = repr(state)
+        assert "weights and 2 moments, an average, an accumulator" in text
+        assert len(text.splitlines()) < 12
+    assert created.ema[0] is not created.weights[0]
+    assert_buffers_equal(created.ema, created.weights)
+    assert all((x == 0).all() for x in (*created.accumulator, *created.norms))
+
+
 def test_init_has_no_second_copy_of_the_weights():
     optimizer = jr.adamw(1e-3, mask="weights", backend="xla")
     before = {id(x) for x in jax.live_arrays()}

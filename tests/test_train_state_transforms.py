@@ -84,6 +84,46 @@ def test_under_strict_promotion(backend):
         tx.update(mlp(), tx.init(mlp()), mlp())
 
 
+def everything(backend):
+    """What remains of a state after all that can be done to one."""
+    optimizer = jr.adamw(
+        optax.linear_schedule(1e-2, 0.0, 10),
+        mask="weights",
+        max_norm=1.0,
+        max_value=optax.constant_schedule(0.5),
+        ema_decay=0.9,
+        ema_debias=True,
+        loss_scale=jr.DynamicLossScale(initial=8.0, growth_interval=1),
+        groups=[jr.Group("out/*", scale=optax.constant_schedule(2.0), b1=0.8)],
+        metrics=["leaves", "param_norm", "update_norm"],
+        backend=backend,
+    )
+    extra = {"half": jnp.ones(2, jnp.bfloat16), "n": jnp.zeros((), jnp.int32)}
+    state = jr.TrainState.create(mlp(), optimizer, extra=extra, ema_extra=True)
+
+    def gradients(state, x):
+        return jax.grad(lambda p: state.scale_loss(loss_fn(p, x)))(state.compute_params)
+
+    state = state.apply_gradients(gradients(state, batch()), extra=extra)
+    sums = state.zero_gradients()
+    for i in range(2):
+        sums = state.accumulate(sums, gradients(state, batch(i)))
+    state = state.apply_gradients(sums)
+    state = jr.lerp(state.map_params(jnp.tanh, "in/*").reset_moments("norm/*"), mlp(), 0.25)
+    state = state.replan({**state.params, "more": jnp.ones(2)}).with_ema()
+    return state.params, state.extra, state.metrics, state.ints
+
+
+def test_everything_with_jit_without_it_and_under_strict_promotion(backend):
+    wanted = jax.jit(lambda: everything(backend))()
+    assert_buffers_equal(everything(backend), wanted, rtol=1e-5, atol=1e-6)
+    with jax.disable_jit():
+        assert_buffers_equal(everything(backend), wanted, rtol=1e-5, atol=1e-6)
+    with jax.numpy_dtype_promotion("strict"):
+        again = jax.jit(lambda: everything(backend))()
+    assert_buffers_equal(again, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_vmap_over_seeds_is_a_loop_and_a_nan_skips_its_member_alone(kind, backend):
     optimizer = (
