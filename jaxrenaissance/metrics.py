@@ -16,7 +16,6 @@ def read(spec: Spec, plan: MemoryPlan, buffers: Buffers) -> dict[str, jax.Array]
     measured = {
         "grad_norm": (spec.norms, scalars.GRAD_NORM),
         "clip_factor": ("max_norm" in spec.names, scalars.CLIP),
-        "loss_scale": (spec.loss_scale, scalars.LOSS_SCALE),
         "param_norm": ("param_norm" in spec.metrics, scalars.PARAM_NORM),
         "update_norm": ("update_norm" in spec.metrics, scalars.UPDATE_NORM),
     }
