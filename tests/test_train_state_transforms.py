@@ -185,11 +185,21 @@ def test_vmap_over_numbers_nested_is_a_loop(backend):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_with_a_replicated_state_is_the_step_over_the_whole_batch(check_vma, backend):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_norm": 0.1, "ema_decay": 0.9, "metrics": ["leaves", "param_norm", "update_norm"]},
+        {"accumulate": jr.Accumulate(2)},
+    ],
+)
+def test_shard_map_with_a_replicated_state_is_the_step_over_the_whole_batch(
+    options, check_vma, backend
+):
     devices = jax.devices("cpu") if backend == "cpu" else jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4 * mesh.size, 3)), jnp.float32)
-    optimizer = jr.adamw(1e-2, weight_decay=0.1, mask="weights", backend=backend)
+    optimizer = jr.adamw(1e-2, weight_decay=0.1, mask="weights", backend=backend, **options)
     state = jr.TrainState.create(mlp(), optimizer)
 
     def local_step(state, x):
