@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from arenas import to_leaves
 from oracle import Oracle
 
 Number = float | Callable[[int], float]
@@ -214,12 +213,3 @@ def _scaled(numbers: Mapping[str, Number]) -> dict[str, Number]:
 
 def _function(number: Number) -> Callable[[int], float]:
     return number if callable(number) else lambda count: number
-
-
-def leaves_of(plan: object, arenas: Sequence[object]) -> list[np.ndarray]:
-    """The leaves of one series, in the tree's order and in the arenas' precision."""
-    leaves: list[np.ndarray] = [np.zeros(0)] * len(plan.leaves)
-    for layout, arena in zip(plan.arenas, arenas, strict=True):
-        for i, leaf in zip(layout.leaves, to_leaves(layout, arena), strict=True):
-            leaves[i] = leaf
-    return leaves

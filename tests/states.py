@@ -1,5 +1,7 @@
 """Small models and steps that the tests of states share."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,31 @@ def batch(seed=0):
 def train_step(state, x):
     loss, grads = jax.value_and_grad(loss_fn)(state.compute_params, x)
     return state.apply_gradients(grads), loss
+
+
+def make_step(**options):
+    """A jitted `apply_gradients`, whose cache is its own."""
+    return jax.jit(lambda state, grads: state.apply_gradients(grads), **options)
+
+
+@contextlib.contextmanager
+def count_compilations():
+    """A list that grows by one with every program that is compiled."""
+    names = []
+
+    def listen(event, seconds, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def random_like(tree, rng, scale=1.0):
+    return jax.tree.map(lambda x: jnp.asarray(scale * rng.normal(size=x.shape), x.dtype), tree)
 
 
 def ones_like(params):

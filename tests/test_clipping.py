@@ -5,23 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from states import make_step, random_like
 
 import jaxrenaissance as jr
-
-
-def make_step(**options):
-    """A jitted step whose compilations are its own."""
-    return jax.jit(lambda state, grads: state.apply_gradients(grads), **options)
 
 
 def make(params, *, learning_rate=1.0, optimizer=jr.sgd, trainable=None, stacked=None, **options):
     return jr.TrainState.create(
         params, optimizer(learning_rate, **options), trainable=trainable, stacked=stacked
     )
-
-
-def random_like(params, rng, scale=1.0):
-    return jax.tree.map(lambda x: jnp.asarray(scale * rng.normal(size=x.shape), x.dtype), params)
 
 
 def norm_of(grads):
@@ -152,8 +144,8 @@ def test_without_the_finite_check_a_nan_reaches_what_max_value_bounds(backend):
 
 def test_the_norm_of_a_thousand_bfloat16_leaves(backend):
     rng = np.random.default_rng(2)
-    # XLA compiles each leaf's sum by itself, and 1000 for a quarter of a minute.
-    shapes = [(int(n),) for n in rng.integers(1, 40, 100 if backend == "xla" else 1000)]
+    # XLA compiles each leaf's sum by itself, and 1000 of them for a minute.
+    shapes = [(int(n),) for n in rng.integers(1, 40, 30 if backend == "xla" else 1000)]
     params = [jnp.zeros(shape) for shape in shapes]
     grads = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
     state = make(params, max_norm=1.0, backend=backend)
@@ -296,15 +288,3 @@ def test_what_is_not_asked_for_is_not_measured(backend):
     state = make_step()(state, {"w": jnp.ones(3)})
     measured = {"grad_norm", "clip_factor", "loss_scale", "param_norm", "update_norm"}
     assert not (measured | {"leaf_grad_norm", "max_norm", "max_value"}) & state.metrics.keys()
-
-
-def test_unknown_metrics_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"metrics.*grad_norms"):
-        jr.sgd(0.1, metrics="grad_norms")
-
-
-@pytest.mark.parametrize("name", ["max_norm", "max_value"])
-@pytest.mark.parametrize("value", [-1.0, jnp.nan, "1"])
-def test_bounds_that_make_no_sense_are_refused_by_name(name, value):
-    with pytest.raises((TypeError, ValueError), match=name):
-        jr.sgd(0.1, **{name: value})

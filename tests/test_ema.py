@@ -5,13 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from states import assert_buffers_equal, make_step, random_like
 
 import jaxrenaissance as jr
-
-
-def make_step(**options):
-    """A jitted step whose compilations are its own."""
-    return jax.jit(lambda state, grads: state.apply_gradients(grads), **options)
 
 
 def model():
@@ -23,31 +19,21 @@ def model():
     }
 
 
-def random_like(params, rng):
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params)
-
-
 def make(params, *, learning_rate=0.1, compute_dtype=None, trainable=None, **options):
     return jr.TrainState.create(
         params, jr.sgd(learning_rate, **options), compute_dtype=compute_dtype, trainable=trainable
     )
 
 
-def assert_same(got, wanted):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def assert_close(got, wanted, rtol=1e-6, atol=1e-7):
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+    assert_buffers_equal(got, wanted, rtol, atol)
 
 
 def test_an_average_starts_as_a_copy_and_follows(backend):
     params = model()
     state = make(params, ema_decay=0.75, backend=backend)
-    assert_same(state.ema_params, params)
+    assert_buffers_equal(state.ema_params, params)
     step, rng = make_step(), np.random.default_rng(1)
     wanted = jax.tree.map(np.float64, params)
     for _ in range(5):
@@ -61,8 +47,8 @@ def test_a_debiased_average_is_that_of_optax(backend):
     params = model()
     state = make(params, ema_decay=0.9, ema_debias=True, backend=backend)
     # Nothing was averaged yet: 0 / 0 is read as the weights.
-    assert_same(state.ema_params, params)
-    assert_same(state.with_ema().params, params)
+    assert_buffers_equal(state.ema_params, params)
+    assert_buffers_equal(state.with_ema().params, params)
     theirs = optax.ema(0.9, debias=True)
     ema_state = theirs.init(params)
     step, rng = make_step(), np.random.default_rng(2)
@@ -131,22 +117,12 @@ def test_a_skipped_step_leaves_the_average_bit_for_bit(debias, backend):
     bad = params | {"kernel": params["kernel"].at[4, 30].set(jnp.nan)}
     for grads in (bad, params, bad):
         skipped = step(state, bad)
-        assert_same(skipped.ema, state.ema)
-        assert_same(skipped.ema_params, state.ema_params)
+        assert_buffers_equal(skipped.ema, state.ema)
+        assert_buffers_equal(skipped.ema_params, state.ema_params)
         state = step(state, grads)
     # As if the bad calls had not been.
     alone = step(make(params, ema_decay=0.9, ema_debias=debias, backend=backend), params)
-    assert_same(state.ema_params, alone.ema_params)
-
-
-def test_one_average_is_one_more_buffer_and_none_is_none(backend):
-    params = {"w": jnp.ones(3)}
-    plain, averaged = make(params, backend=backend), make(params, ema_decay=0.9, backend=backend)
-    assert len(jax.tree.leaves(averaged)) == len(jax.tree.leaves(plain)) + 1
-    with pytest.raises(ValueError, match="ema_decay"):
-        _ = plain.ema_params
-    with pytest.raises(ValueError, match="ema_decay"):
-        plain.with_ema()
+    assert_buffers_equal(state.ema_params, alone.ema_params)
 
 
 def test_the_average_does_not_share_a_buffer_with_the_weights(backend):
@@ -178,10 +154,10 @@ def test_a_state_with_the_average_for_its_weights_evaluates_as_any_other(debias,
         state = step(state, jax.tree.map(lambda x, v=value: jnp.full(x.shape, v), params))
     average = state.ema_params
     with_ema = state.with_ema()
-    assert_same(with_ema.params, average)
-    assert_same(with_ema.params["frozen"], params["frozen"])
+    assert_buffers_equal(with_ema.params, average)
+    assert_buffers_equal(with_ema.params["frozen"], params["frozen"])
     assert with_ema.compute_params["kernel"].dtype == jnp.bfloat16
-    assert_same(with_ema.compute_params["kernel"], average["kernel"].astype(jnp.bfloat16))
+    assert_buffers_equal(with_ema.compute_params["kernel"], average["kernel"].astype(jnp.bfloat16))
     assert not (average["kernel"] == state.params["kernel"]).any()
     # Inside jit too, by the same code; and the state that trains is untouched.
     inside = jax.jit(lambda s: s.with_ema().params)(state)
@@ -205,58 +181,3 @@ def test_float64_leaves_are_averaged_in_float64(backend):
         assert state.ema_params["a"].dtype == jnp.float64
         np.testing.assert_allclose(1 - state.ema_params["a"], 5e-10, rtol=1e-6)
         np.testing.assert_array_equal(state.ema_params["b"], 1.0)
-
-
-# Batch statistics.
-
-
-def test_extra_is_averaged_where_asked_for_and_not_by_a_skipped_step(backend):
-    stats = {"mean": jr.Packed({"m": jnp.zeros(3)}, backend=backend), "n": jnp.zeros((), jnp.int32)}
-    state = jr.TrainState.create(
-        {"w": jnp.zeros(3)},
-        jr.sgd(1.0, ema_decay=0.75, backend=backend),
-        extra=stats,
-        ema_extra=True,
-    )
-
-    @jax.jit
-    def step(state, grad, n):
-        extra = {"mean": state.extra["mean"].replace({"m": jnp.abs(grad)}), "n": n}
-        return state.apply_gradients({"w": grad}, extra=extra)
-
-    state = step(state, jnp.full(3, -8.0), 1)
-    state = step(state, jnp.full(3, jnp.nan), 2)
-    state = step(state, jnp.full(3, -4.0), 3)
-    evaluated = state.with_ema()
-    np.testing.assert_array_equal(evaluated.extra["mean"].tree["m"], 0.75 * (0.25 * 8) + 0.25 * 4)
-    assert int(evaluated.extra["n"]) == 3
-    np.testing.assert_array_equal(evaluated.params["w"], 0.75 * (0.25 * 8) + 0.25 * 12)
-    np.testing.assert_array_equal(state.extra["mean"].tree["m"], 4.0)
-
-
-def test_extra_stays_itself_where_its_average_was_not_asked_for(backend):
-    state = jr.TrainState.create(
-        {"w": jnp.zeros(3)},
-        jr.sgd(1.0, ema_decay=0.75, backend=backend),
-        extra={"n": jnp.zeros(2)},
-    )
-    state = state.apply_gradients({"w": jnp.ones(3)}, extra={"n": jnp.ones(2)})
-    np.testing.assert_array_equal(state.with_ema().extra["n"], 1.0)
-
-
-def test_the_average_of_extra_needs_one_of_the_weights():
-    with pytest.raises(ValueError, match="ema_extra"):
-        jr.TrainState.create(
-            {"w": jnp.zeros(3)}, jr.sgd(1.0), extra={"n": jnp.zeros(2)}, ema_extra=True
-        )
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.0, jnp.nan, "0.9"])
-def test_decays_that_make_no_sense_are_refused_by_name(value):
-    with pytest.raises((TypeError, ValueError), match="ema_decay"):
-        jr.sgd(0.1, ema_decay=value)
-
-
-def test_debiasing_needs_a_decay():
-    with pytest.raises(ValueError, match="ema_debias"):
-        jr.sgd(0.1, ema_debias=True)

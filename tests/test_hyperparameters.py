@@ -1,12 +1,11 @@
 """Every hyperparameter as a number, a device scalar, traced and scheduled; and set anew."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from states import count_compilations
 
 import jaxrenaissance as jr
 from jaxrenaissance import hyperparams, scalars, transform
@@ -58,22 +57,6 @@ def stored(name, value):
 def slot_of(name, row=0):
     _, slot, header, _ = PARAMETERS[name]
     return slot if header else scalars.float_index(row, slot)
-
-
-@contextlib.contextmanager
-def count_compilations():
-    """A list that grows by one with every program that is compiled."""
-    names = []
-
-    def listen(event, seconds, **details):
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield names
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.parametrize("name", GIVEN)

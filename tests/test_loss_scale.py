@@ -4,15 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from states import make_step
 
 import jaxrenaissance as jr
 
 COUNTERS = ("step", "calls", "skipped", "consecutive_skips")
-
-
-def make_step(**options):
-    """A jitted step whose compilations are its own."""
-    return jax.jit(lambda state, grads: state.apply_gradients(grads), **options)
 
 
 def make(optimizer=jr.sgd, learning_rate=0.5, params=None, **options):
@@ -187,22 +183,6 @@ def test_gradients_are_unscaled_exactly_once(name, backend):
     for value in (1.0, 3.0, -8.0, 2.0):
         state = step(state, {"w": jnp.full(3, value * 2.0**7)})
     np.testing.assert_array_equal(state.params["w"], -0.5 * (-2.0) / every)
-
-
-def test_micro_batches_in_one_step_are_unscaled_exactly_once(backend):
-    state = make(loss_scale=jr.StaticLossScale(2.0**7), max_norm=1e3, backend=backend)
-
-    @jax.jit
-    def step(state):
-        acc = state.zero_gradients()
-        for value in (1.0, 3.0):
-            acc = state.accumulate(acc, {"w": jnp.full(3, value * 2.0**7)})
-        return state.apply_gradients(acc)
-
-    state = step(state)
-    np.testing.assert_array_equal(state.params["w"], -1.0)
-    assert int(state.step) == 1
-    np.testing.assert_allclose(state.metrics["grad_norm"], 2 * np.sqrt(3), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

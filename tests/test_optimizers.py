@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from oracle import Oracle
+from states import random_like
 
 import jaxrenaissance as jr
 from jaxrenaissance import scalars, transform
@@ -58,10 +59,6 @@ def tiny_tree(rng):
         shapes,
         is_leaf=lambda x: isinstance(x, tuple),
     )
-
-
-def random_like(tree, rng):
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), tree)
 
 
 def weight_leaves(state):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from states import assert_buffers_equal, batch, loss_fn, mlp, train_step
+from states import assert_buffers_equal, batch, count_compilations, loss_fn, mlp, train_step
 
 import jaxrenaissance as jr
 
@@ -84,12 +84,6 @@ def test_a_donated_step_of_a_nonlinear_model_copies_no_arena(options, backend):
 
 
 def test_the_second_call_and_an_equal_optimizer_compile_nothing(backend):
-    compiled = []
-
-    def listen(event, _, **__):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
     def run(lr):
         schedule = optax.cosine_decay_schedule(0.1, 100)
         optimizer = jr.adamw(lr, weight_decay=schedule, mask="weights", backend=backend)
@@ -100,9 +94,6 @@ def test_the_second_call_and_an_equal_optimizer_compile_nothing(backend):
 
     params, x, step = mlp(), batch(), jax.jit(train_step, donate_argnums=0)
     jax.block_until_ready(run(0.1))
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with count_compilations() as compiled:
         jax.block_until_ready([run(0.1), run(0.2)])
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
