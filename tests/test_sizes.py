@@ -213,8 +213,8 @@ def test_a_step_beyond_2_31_elements_reaches_the_last(name, source):
     np.testing.assert_array_equal(probe(state[2]), probed_pattern(size))
     state = step(*state, make_gradients(1.0))
     assert (int(state[1][scalars.STEP]), int(state[1][scalars.SKIPPED])) == (1, 1)
-    count = sum(int(np.prod(shape)) for shape in layout.shapes)
-    np.testing.assert_allclose(state[0][scalars.GRAD_NORM], np.sqrt(count), rtol=1e-7)
+    parameters = sum(int(np.prod(shape)) for shape in layout.shapes)
+    np.testing.assert_allclose(state[0][scalars.GRAD_NORM], np.sqrt(parameters), rtol=1e-7)
     # m = v = 1/2, and both corrections are 2: the step is the learning rate, in every element.
     for start, count, leaf, _, group in layout.segments.tolist():
         for offset in 0, count // 2, count - 3:
@@ -225,7 +225,7 @@ def test_a_step_beyond_2_31_elements_reaches_the_last(name, source):
             np.testing.assert_array_equal(m, 0.5, f"leaf {leaf}")
             np.testing.assert_array_equal(v, 0.5)
     moved = jax.jit(lambda m: jnp.sum(m == 0.5, dtype=np.uint32))(state[3])
-    assert int(moved) == count
+    assert int(moved) == parameters
 
 
 @pytest.mark.gpu

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kNormsMinBlocks
 #pragma unroll
           for (int i = 0; i < kVector; ++i) {
             const auto g = Widen(raw[k].x[i]);
-            if constexpr (sizeof(g) == 8) bad |= IsNonFinite(g);
+            if constexpr (sizeof(T) == 8) bad |= IsNonFinite(g);
             sums[i] = PlusSquare(sums[i], g);
           }
         }
