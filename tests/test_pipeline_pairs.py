@@ -167,10 +167,11 @@ def make_case(features: tuple[str, ...], kind: str) -> Case:
 def tree(rng: np.random.Generator, features: tuple[str, ...]) -> Any:
     wide = jnp.float64 if "float64" in features else jnp.float32
     shapes = {
-        "base": {"kernel": ((2, 2), jnp.float32)},
         "body": {"bias": ((2, 3), jnp.float32), "kernel": ((2, 4, 3), wide)},
         "head": {"bias": ((), wide), "kernel": ((3, 1), jnp.float32)},
     }
+    if "trainable" in features:
+        shapes["base"] = {"kernel": ((2, 2), jnp.float32)}
     return jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x[0]), x[1]),
         shapes,
@@ -193,10 +194,8 @@ def gradients_of(state: jr.TrainState, wanted: Any) -> Any:
 
 
 def read(state: jr.TrainState, case: Case) -> dict[str, Any]:
-    values = {"params": state.params, "metrics": state.metrics}
-    if "ema_decay" in case.optimizer:
-        values["ema_params"] = state.ema_params
-    return values
+    average = {"ema_params": state.ema_params} if "ema_decay" in case.optimizer else {}
+    return {"metrics": state.metrics} | average
 
 
 def whole_step(state: jr.TrainState, micro_batches: Any, case: Case) -> Any:
@@ -242,7 +241,7 @@ def assert_all_close(got: Any, wanted: Any, what: str) -> None:
 
 def assert_is_that_of_the_oracle(state: Any, seen: Any, oracle: Pipeline, case: Case) -> None:
     plan = state.plan
-    assert_all_close(trained(plan, seen["params"]), oracle.weights, "weights")
+    assert_all_close(by_path(state, state.weights).values(), oracle.weights, "weights")
     kept = (oracle.first_moments, oracle.second_moments)[: len(state.moments[0])]
     for i, series in enumerate(kept):
         arenas = [moments[i] for moments in state.moments]
@@ -291,7 +290,7 @@ def run(features: tuple[str, ...], backend: str, kind: str = "adamw") -> None:
 
     rates = [0.05 * (1 + i) for i in range(members)]
     if many:
-        state = jax.vmap(create)(stack(params), jnp.asarray(rates))
+        state = jax.jit(jax.vmap(create))(stack(params), jnp.asarray(rates))
         step = jax.jit(jax.vmap(step), donate_argnums=0)
     else:
         state = create(params[0], rates[0])
