@@ -44,17 +44,35 @@ class Gradients:
         """Whether a gradient was not finite, or a sum no longer is: a bool scalar."""
         return self.ints[..., scalars.FIRST_BAD] != scalars.NO_LEAF
 
+    def psum(self, axis_name: Any) -> "Gradients":
+        """The sum over the devices, or members, of a mapped axis, inside `jax.shard_map` or vmap.
+
+        For sums that each device made of its own micro-batches, so that they cross the links once:
+        `state.apply_gradients(sums.psum("data"))` updates with the mean over all micro-batches of
+        all devices. A gradient that is not finite on one of them skips the update on all. (`psum`
+        and `pmean` of `jax.lax` know nothing of the counters.)
+
+        Args:
+            axis_name: the axis, or a tuple of axes.
+        """
+        arenas = [jax.lax.psum(arena, axis_name) for arena in self.arenas]
+        slots = np.array([scalars.FIRST_BAD, scalars.MICRO])
+        first_bad = jax.lax.pmin(self.ints[scalars.FIRST_BAD], axis_name)
+        count = jax.lax.psum(self.count, axis_name)
+        ints = jnp.asarray(scalars.initial_ints()).at[slots].set(jnp.stack([first_bad, count]))
+        return Gradients(tuple(arenas), ints, self.plan)
+
     def __repr__(self) -> str:
         arenas = ", ".join(f"{arena.dtype}[{arena.size}]" for arena in self.plan.arenas)
         return f"Gradients({arenas or 'none'})"
 
 
 @jax.jit(static_argnums=0, inline=True)
-def zero(plan: MemoryPlan, weights: Arenas) -> Gradients:
-    """No micro-batch yet. The weights say on which devices and axes."""
-    ints, *arenas = same_manual_axes(
-        [jnp.asarray(scalars.initial_ints()), *map(jnp.zeros_like, weights)]
-    )
+def zero(plan: MemoryPlan, weights: Arenas, counters: jax.Array) -> Gradients:
+    """No micro-batch yet. The weights say on which axes, the state's counters on which device."""
+    # What is not read is no operand, and then could not say anything of a device.
+    ints = counters * 0 + scalars.initial_ints()
+    ints, *arenas = same_manual_axes([ints, *map(jnp.zeros_like, weights)])
     return Gradients(tuple(arenas), ints, plan)
 
 

@@ -223,6 +223,7 @@ class MemoryPlan:
         flat, treedef = jtu.tree_flatten_with_path(tree)
         paths = [path_string(key_path) for key_path, _ in flat]
         given = [_struct(leaf) for _, leaf in flat]
+        _check_unique(paths)
         trained = select_trained(trainable, tree, paths, given)
         for path, leaf, is_trained in zip(paths, given, trained, strict=True):
             if is_trained and arena_dtype(leaf) is None:
@@ -450,6 +451,15 @@ def _struct(leaf: Any) -> Any:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf
+
+
+def _check_unique(paths: Sequence[str]) -> None:
+    repeated = [path for path, count in Counter(paths).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"{repeated[0]!r} is the path of more than one leaf, since names of the tree have a "
+            '"/" in them. Paths tell leaves apart: rename one of them'
+        )
 
 
 def arena_dtype(leaf: Any) -> np.dtype | None:

@@ -96,8 +96,7 @@ def step(
     """
     old = buffers
     own: Sequence[Any] = gradients if from_arena else packed.by_arena(plan, gradients)
-    flag = spec.skip_nonfinite and not from_arena
-    ints, accumulator, workspaces = _look_at(spec, plan, old, own, flag=flag)
+    ints, accumulator, workspaces = _look_at(spec, plan, old, own, from_arena=from_arena)
     if accumulator:
         own = accumulator
     floats = old.floats
@@ -132,10 +131,10 @@ def step(
 
 
 def _look_at(
-    spec: Spec, plan: MemoryPlan, old: Buffers, own: Sequence[Any], *, flag: bool
+    spec: Spec, plan: MemoryPlan, old: Buffers, own: Sequence[Any], *, from_arena: bool
 ) -> tuple[jax.Array, Arenas, Arenas]:
     """The pass over the gradients: the counters, the sums and the workspaces of the norms."""
-    ints, sums, workspaces = old.ints, [], []
+    ints, sums, workspaces, flag = old.ints, [], [], spec.skip_nonfinite
     for i, (layout, first) in enumerate(zip(plan.arenas, first_leaves(plan), strict=True)):
         where: dict[str, Any] = {"first_leaf": first, "backend": spec.backend}
         if spec.accumulate:
@@ -148,7 +147,7 @@ def _look_at(
         elif spec.norms:
             ints, workspace = ops.norms(layout, ints, own[i], flag=flag, **where)
             workspaces.append(workspace)
-        elif flag:
+        elif flag and not from_arena:
             ints = ops.statistics(layout, ints, own[i], **where)
     return ints, tuple(sums), tuple(workspaces)
 

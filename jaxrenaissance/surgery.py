@@ -1,4 +1,4 @@
-"""What is done to some leaves of a state from outside: mapped, or their moments forgotten."""
+"""What is done to a state from outside: leaves mapped, moments forgotten, a loss scale set."""
 
 import dataclasses
 import functools
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import ops, packed
+from . import ops, packed, scalars
 from .groups import Match, select
 from .plan import ArenaLayout, MemoryPlan
-from .step import Arenas
+from .step import Arenas, Buffers
 
 
 def selected(plan: MemoryPlan, match: Match | None) -> tuple[bool, ...]:
@@ -62,6 +62,24 @@ def reset_moments(
             backend=backend,
         )
         for layout, own in zip(plan.arenas, moments, strict=True)
+    )
+
+
+@jax.jit(inline=True)
+def follow_loss_scale(buffers: Buffers, before: jax.Array) -> Buffers:
+    """The buffers after a loss scale was set, from the scalars before.
+
+    It stays within its bounds, the updates until it grows are counted anew, and what a running
+    cycle has added up is as if it had had this scale from the start.
+    """
+    floats, ints = buffers.floats, buffers.ints
+    least, most = (floats[..., slot] for slot in (scalars.MIN_SCALE, scalars.MAX_SCALE))
+    scale = jnp.clip(floats[..., scalars.LOSS_SCALE], least, most)
+    ratio = (scale / before[..., scalars.LOSS_SCALE])[..., None]
+    return buffers._replace(
+        floats=floats.at[..., scalars.LOSS_SCALE].set(scale),
+        ints=ints.at[..., scalars.GOOD_STEPS].set(0),
+        accumulator=tuple(x * ratio.astype(x.dtype) for x in buffers.accumulator),
     )
 
 

@@ -15,6 +15,7 @@ from .extra import check_like, copy, hold_back
 from .foreign import check_optimizer
 from .gradients import Gradients
 from .groups import Match
+from .ops.checks import check_arena, check_ints
 from .packed import Dtypes
 from .paths import path_string
 from .plan import MemoryPlan, Rules, Stacked
@@ -314,9 +315,10 @@ class TrainState:
         new = dataclasses.replace(self, **buffers._asdict())
         if extra is not _KEEP:
             check_like(self.extra, extra)
-            if self.spec.skip_nonfinite:
-                extra = hold_back(self.extra, extra, new.has_nan)
-            new = dataclasses.replace(new, extra=extra)
+            bad = new.has_nan
+            if isinstance(grads, Gradients):
+                bad |= grads.count == 0
+            new = dataclasses.replace(new, extra=hold_back(self.extra, extra, bad))
         if self.ema_extra is not None:
             average = averages.follow_extra(new.floats, self.ema_extra, new.extra)
             new = dataclasses.replace(new, ema_extra=average)
@@ -345,7 +347,7 @@ class TrainState:
         """
         self._check_single("zero_gradients")
         self._check_not_accumulating("zero_gradients")
-        return gradients.zero(self.plan, self.weights)
+        return gradients.zero(self.plan, self.weights, self.ints)
 
     def accumulate(self, sums: Gradients, grads: Any) -> Gradients:
         """The sums with one micro-batch's gradients more, by one launch an arena.
@@ -405,14 +407,20 @@ class TrainState:
         Args:
             groups: for groups by name, the values by name: `groups={"head/*": {"scale": 2.0}}`.
             **numbers: by the names of the optimizer's arguments. They go to all groups that have
-                none of their own.
+                none of their own. A loss scale stays within its bounds, and a running cycle of
+                `accumulate` goes on in the new one; the sums of `zero_gradients` do not. What a
+                traced number is, nobody can check.
 
         Raises:
             TypeError, ValueError: if there is no such hyperparameter or group, it follows a
                 schedule, or the value is not allowed.
         """
         floats = hyperparams.replace(self.spec, self.floats, numbers, groups or {})
-        return dataclasses.replace(self, floats=floats)
+        if "loss_scale" not in numbers:
+            return dataclasses.replace(self, floats=floats)
+        old = self._buffers
+        buffers = surgery.follow_loss_scale(old._replace(floats=floats), old.floats)
+        return dataclasses.replace(self, **buffers._asdict())
 
     def map_params(
         self, fn: Callable[[jax.Array], jax.Array], match: Match | None = None
@@ -589,6 +597,15 @@ class TrainState:
                 f"{argument}: the Gradients are those of another plan, {sums.plan!r}, wanted "
                 f"{self.plan!r}"
             )
+        try:
+            check_ints(sums.ints)
+            for layout, arena in zip(self.plan.arenas, sums.arenas, strict=True):
+                check_arena("arenas", arena, layout)
+        except ValueError as error:
+            raise ValueError(
+                f"{argument}: {error}. Gradients are added up by state.accumulate, and over "
+                "devices by their own psum"
+            ) from None
 
     def _check_not_accumulating(self, what: str) -> None:
         if self.spec.accumulate:

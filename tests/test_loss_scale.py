@@ -157,6 +157,9 @@ def test_a_scale_that_is_set_divides_from_then_on_and_compiles_nothing(backend):
     assert float(state.scale_loss(jnp.float32(3.0))) == 48
     state = step(state, {"w": jnp.full(3, 2.0**4)})
     np.testing.assert_array_equal(state.params["w"], -1.0)
+    assert float(state.metrics["loss_scale"]) == 2.0**4  # Counted from the new scale on.
+    state = step(state, {"w": jnp.full(3, 2.0**4)})
+    np.testing.assert_array_equal(state.params["w"], -1.5)
     assert float(state.metrics["loss_scale"]) == 2.0**5
     assert step._cache_size() == 1
 
@@ -327,3 +330,24 @@ def test_equal_rules_and_other_numbers_share_one_program(backend):
         state = step(make(loss_scale=rule, backend=backend), {"w": jnp.full(3, initial)})
         np.testing.assert_array_equal(state.params["w"], -0.5)
     assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("scale", [0.5, 16.0, 2.0**20])
+def test_a_scale_that_is_set_within_a_cycle_is_that_of_the_whole_cycle(scale, backend):
+    rule = jr.DynamicLossScale(initial=4, minimum=1, maximum=2.0**15, growth_interval=2)
+    optimizer = jr.sgd(1.0, loss_scale=rule, accumulate=jr.Accumulate(2), backend=backend)
+    state = jr.TrainState.create({"w": jnp.ones(40)}, optimizer)
+
+    def call(state):
+        return state.apply_gradients({"w": jnp.full(40, 0.25 * float(state.loss_scale))})
+
+    state = call(call(state))  # One good update: the next would let the scale grow.
+    np.testing.assert_array_equal(state.params["w"], 0.75)
+    state = call(state).replace_hyperparams(loss_scale=scale)
+    bounded = min(max(scale, 1.0), 2.0**15)
+    assert float(state.loss_scale) == bounded
+    state = call(state)
+    np.testing.assert_array_equal(state.params["w"], 0.5)
+    # Updates are counted from the new scale on: it grows after two, not after one.
+    assert float(state.loss_scale) == bounded
+    assert float(call(call(state)).loss_scale) == min(2 * bounded, 2.0**15)

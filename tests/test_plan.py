@@ -689,3 +689,9 @@ def test_random_trees(tree, shards, mask, axes):
     assert plan == MemoryPlan.build(
         tree, shards=shards, mask=mask, stacked=lambda path, leaf: min(axes, leaf.ndim)
     )
+
+
+def test_two_leaves_of_one_path_are_refused():
+    tree = {"a/b": jnp.ones(2), "a": {"b": jnp.ones(3)}}
+    with pytest.raises(ValueError, match="'a/b' is the path of more than one leaf"):
+        MemoryPlan.build(tree)

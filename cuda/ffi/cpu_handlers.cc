@@ -259,6 +259,9 @@ ffi::Future UpdateNorms(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rema
   return ForEachPartial(pool, layout, workspace,
                         [call = std::move(call), &kernels](int64_t member, const Segment& segment,
                                                            int64_t low, int64_t high) {
+                          // Without an update there is nothing to sum.
+                          if (FloatAt(call.floats, member * call.floats.stride + kApply) == 0)
+                            return 0.0;
                           const TypedStretch own = StretchOf(
                               call.layout, call.floats, call.operands, member, segment, low, high);
                           return kernels[static_cast<int>(own.type)](own.stretch);

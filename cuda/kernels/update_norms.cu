@@ -17,8 +17,9 @@ __global__ void __launch_bounds__(kThreads)
   const ChunkPlace place = FindChunk<T>(table);
   const int lane = threadIdx.x % kChunkLanes;
   double sums[kVector] = {};
-  if (place.left > 0) {
-    floats += place.member * floats_stride;
+  floats += place.member * floats_stride;
+  // Without an update there is nothing to sum, though the partials must be there.
+  if (place.left > 0 && floats[kApply] != S(0)) {
     const CallScalars<T> call = LoadCall<T>(floats);
     const GroupScalars<T> scalars = LoadRow<T>(floats + RowStart(place.tag()));
     const auto look = [&](const auto* gradient) {
