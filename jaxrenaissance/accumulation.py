@@ -12,7 +12,7 @@ class Accumulate:
     """Every `every`-th call updates, with the mean of the gradients since the update before it.
 
     An object and not a bare number, because it changes what a step does. The number itself is data:
-    another one compiles nothing.
+    a state made with another one shares the compiled programs.
 
     Args:
         every: micro-batches an update: an int ≥ 1.

@@ -494,7 +494,8 @@ class TrainState:
         Args:
             new_tree: all parameters, as in `create`, those that stay included. Elements of bfloat16
                 and float16 leaves that are what `params` gave keep their full precision.
-            optimizer: to take mask and groups from, for all leaves; of the state's spec. None:
+            optimizer: to take mask and groups from, for all leaves, not its numbers; of the state's
+                spec. None:
                 leaves known by path keep their group, others are in that without hyperparameters
                 of its own, decayed where the region is.
             rules: as in `create`; where it says None, known leaves keep their region.
@@ -573,7 +574,7 @@ class TrainState:
             - `loss_scale`, where there is one: what the next call uses;
             - `grad_norm`, with `max_norm` or the metric "grad_norm" or "leaves": the global norm of
               the gradients, unscaled and unclipped; with accumulation that of the mean, of the last
-              whole cycle;
+              whole cycle. Infinite in float32 from 3.4e38 on, where clipping is still right;
             - `clip_factor`, with `max_norm`: what the gradients were multiplied by, at most 1;
             - `param_norm`, where asked for: of the trained parameters, before the call;
             - `update_norm`, where asked for: of their change, 0 where the call updated nothing;
