@@ -42,6 +42,10 @@ EMA_WEIGHT_LOW = 15
 
 BLOCKS = 16  # a counter of CUDA blocks, as integer bits; 0 between launches
 
+# Trust ratios: below MIN_NORM a norm gives the ratio 1, and no ratio is above MAX_RATIO.
+MIN_NORM = 17
+MAX_RATIO = 18
+
 # A group's row: what the user sets.
 LEARNING_RATE = 0
 WEIGHT_DECAY = 1  # decoupled: w <- w (1 - lr wd)
@@ -54,12 +58,15 @@ ONE_MINUS_B2 = 5
 EPS = 6
 EPS_ROOT = 7
 LR_SCALE = 8  # a group's factor on the learning rate
+TRUST = 9  # LARS's coefficient, 1 for LAMB; 0 where there is no trust ratio
 
 # A group's row: what the prologue derives.
 LR_WD = 10  # lr * wd
 C1 = 11  # 1 / (1 - b1^t)
 C2 = 12  # 1 / (1 - b2^t)
 LR = 13  # the learning rate as it is used: with the group's factor
+
+LR_IN_MOMENT = 14  # 1 where the learning rate is part of what the momentum adds up, as in LARS
 
 # ``ints``: int32 counters.
 INTS = 16
@@ -95,7 +102,7 @@ def initial_floats(num_groups: int, dtype: np.dtype) -> np.ndarray:
     floats = np.zeros(floats_size(num_groups), dtype)
     floats[[APPLY, GRAD_FACTOR, CLIP]] = 1
     floats[[LOSS_SCALE, GROWTH, BACKOFF, MIN_SCALE, MAX_SCALE]] = 1
-    floats[[MAX_VALUE, MAX_NORM]] = np.inf
+    floats[[MAX_VALUE, MAX_NORM, MAX_RATIO]] = np.inf
     floats[[float_index(group, LR_SCALE) for group in range(num_groups)]] = 1
     return floats
 

@@ -1,17 +1,20 @@
 // Operands as a handler passes them on to either backend's kernels.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "core/convert.h"
 #include "core/segments.h"
+#include "core/trust.h"
 
 namespace jaxrenaissance {
 
 // The elementwise update rules, in the order of the tables that are indexed by them.
-enum class UpdateKind : int { kSgd = 0, kMomentum = 1, kNesterov = 2, kAdam = 3 };
-constexpr int kUpdateKinds = 4;
+enum class UpdateKind : int { kSgd = 0, kMomentum = 1, kNesterov = 2, kAdam = 3, kLion = 4 };
+constexpr int kUpdateKinds = 5;
 constexpr int kLeafTypes = 4;
 
 // One leaf. `stride` is the distance in elements between members of a batch; 0 where all members
@@ -47,11 +50,14 @@ struct GradientOperands {
   int64_t arena_stride;
 };
 
-// What an update reads and writes. Unused moments, and the average where there is none, are null.
+// What an update reads and writes. Unused moments, the average and the trust ratios where there are
+// none, are null.
 struct UpdateOperands {
   void* weights;
   void* moments[2];
   void* ema;
+  const void* ratios;  // one a segment, of the scalars' type
+  int64_t ratios_stride;
   GradientOperands gradients;
   bool gated;  // whether most calls do not update, so that the flag is worth waiting for
 };
@@ -64,29 +70,45 @@ struct Workspace {
   int64_t num_partials;
 };
 
+// What a pass sums up: squares of gradients; those of weights, and products of both, for trust
+// ratios.
+constexpr int kMaxSums = 3;
+
 // One pass over gradients: finds non-finite ones where `flag` is set, adds to the accumulator where
-// it is not null.
+// it is not null, and sums up the weights' part where these are not null.
 struct NormsOperands {
   int32_t* ints;
   void* accumulator;
+  const void* weights;
+  int64_t weights_stride;
   GradientOperands gradients;
   int32_t first_leaf;
   bool flag;
-  Workspace workspace;
+  Workspace workspaces[kMaxSums];
 };
 
 constexpr int kMaxArenas = 2;
 
-// Those of the gradients, then those of the weights where their norm is asked for.
+// Those of the gradients, an arena each; then those of the weights, where their norm is asked for
+// or there are trust ratios; then those of the products, where these want them.
 struct Workspaces {
-  Workspace each[2 * kMaxArenas];
+  Workspace each[kMaxSums * kMaxArenas];
   int count;
   int gradients;
 };
 
-// Without `ints`, the norm of the update is all there is to finish. `norms` are by segment of each
-// gradient arena, or null.
+// The range of the weights' workspaces.
+inline std::pair<int, int> WeightsOf(const Workspaces& all) {
+  const int arenas = all.gradients > 0 ? all.gradients : kMaxArenas;
+  return {all.gradients, std::min(all.count, all.gradients + arenas)};
+}
+
+// What there is to finish.
+enum class FinishKind : int { kGradients = 0, kUpdateNorm = 1, kRatios = 2 };
+
+// `ints` of gradients alone. `norms` and `ratios` are by segment of each gradient arena, or null.
 struct FinishOperands {
+  FinishKind kind;
   void* floats;
   bool is_double;
   int64_t num_groups;
@@ -94,6 +116,9 @@ struct FinishOperands {
   int64_t members;
   Workspaces workspaces;
   void* norms[kMaxArenas];
+  TrustRule trust;
+  const int32_t* groups[kMaxArenas];  // of each segment, for trust ratios
+  void* ratios[kMaxArenas];
 };
 
 constexpr int kMaxTargets = 2;

@@ -27,6 +27,8 @@ enum HeaderSlot : int {
   kEmaWeight = 14,
   kEmaWeightLow = 15,
   kBlocks = 16,
+  kMinNorm = 17,
+  kMaxRatio = 18,
 };
 
 enum GroupSlot : int {
@@ -39,10 +41,12 @@ enum GroupSlot : int {
   kEps = 6,
   kEpsRoot = 7,
   kLrScale = 8,
+  kTrust = 9,
   kLrWd = 10,
   kC1 = 11,
   kC2 = 12,
   kLr = 13,
+  kLrInMoment = 14,
 };
 
 constexpr int kInts = 16;

@@ -10,7 +10,8 @@ namespace jaxrenaissance {
 // The scalars of one group, in the arena's type.
 template <typename T>
 struct GroupScalars {
-  T lr, lr_wd, l2, momentum, b1, one_minus_b1, b2, one_minus_b2, eps, eps_root, c1, c2;
+  T lr, lr_wd, l2, momentum, b1, one_minus_b1, b2, one_minus_b2, eps, eps_root, c1, c2, wd;
+  T moment_scale;  // of what the momentum adds up
 };
 
 // `row` is the group's row of the scalar arena.
@@ -18,12 +19,33 @@ template <typename T, typename S>
 JR_HD GroupScalars<T> LoadGroup(const S* row) {
   const T one_minus_b1 = static_cast<T>(row[kOneMinusB1]);
   const T one_minus_b2 = static_cast<T>(row[kOneMinusB2]);
-  return {static_cast<T>(row[kLr]),  static_cast<T>(row[kLrWd]),
-          static_cast<T>(row[kL2]),  static_cast<T>(row[kMomentum]),
-          T(1) - one_minus_b1,       one_minus_b1,
-          T(1) - one_minus_b2,       one_minus_b2,
-          static_cast<T>(row[kEps]), static_cast<T>(row[kEpsRoot]),
-          static_cast<T>(row[kC1]),  static_cast<T>(row[kC2])};
+  return {static_cast<T>(row[kLr]),
+          static_cast<T>(row[kLrWd]),
+          static_cast<T>(row[kL2]),
+          static_cast<T>(row[kMomentum]),
+          T(1) - one_minus_b1,
+          one_minus_b1,
+          T(1) - one_minus_b2,
+          one_minus_b2,
+          static_cast<T>(row[kEps]),
+          static_cast<T>(row[kEpsRoot]),
+          static_cast<T>(row[kC1]),
+          static_cast<T>(row[kC2]),
+          static_cast<T>(row[kWeightDecay]),
+          T(1)};
+}
+
+// The scalars of a segment with this trust ratio: it scales the learning rate, which in LARS is
+// part of the momentum.
+template <typename T, typename S>
+JR_HD void TakeRatio(const S* row, T ratio, GroupScalars<T>& s) {
+  if (row[kLrInMoment] != S(0)) {
+    s.moment_scale = s.lr * ratio;
+    s.lr = T(1);
+  } else {
+    s.lr = s.lr * ratio;
+    s.lr_wd = s.lr_wd * ratio;
+  }
 }
 
 // The scalars of the call.
@@ -58,49 +80,67 @@ JR_HD T NewWeight(const GroupScalars<T>& s, T w, T u) {
   return w - (s.lr_wd * w + s.lr * u);
 }
 
-// Each optimizer updates w and its moments (m, v; unused ones are ignored) from the gradient g.
+// Each optimizer takes the gradient g, renews the moments (m, v; unused ones are ignored), and
+// returns the update u of the weight w.
 
 struct Sgd {
   static constexpr int kMoments = 0;
   template <typename T>
-  static JR_HD void Apply(const GroupScalars<T>& s, T g, T& w, T&, T&) {
-    w = NewWeight(s, w, g + s.l2 * w);
+  static JR_HD T Direction(const GroupScalars<T>& s, T g, T w, T&, T&) {
+    return g + s.l2 * w;
   }
 };
 
+// LARS is momentum with the learning rate and the trust ratio in it.
 struct Momentum {
   static constexpr int kMoments = 1;
   template <typename T>
-  static JR_HD void Apply(const GroupScalars<T>& s, T g, T& w, T& m, T&) {
-    m = s.momentum * m + (g + s.l2 * w);
-    w = NewWeight(s, w, m);
+  static JR_HD T Direction(const GroupScalars<T>& s, T g, T w, T& m, T&) {
+    m = s.momentum * m + s.moment_scale * (g + s.l2 * w);
+    return m;
   }
 };
 
 struct Nesterov {
   static constexpr int kMoments = 1;
   template <typename T>
-  static JR_HD void Apply(const GroupScalars<T>& s, T g, T& w, T& m, T&) {
-    g = g + s.l2 * w;
+  static JR_HD T Direction(const GroupScalars<T>& s, T g, T w, T& m, T&) {
+    g = s.moment_scale * (g + s.l2 * w);
     m = s.momentum * m + g;
-    w = NewWeight(s, w, s.momentum * m + g);
+    return s.momentum * m + g;
   }
 };
 
-// Adam with L2 decay and AdamW are one rule: the decay that is not used is zero.
+// Adam with L2 decay and AdamW are one rule: the decay that is not used is zero. LAMB is AdamW with
+// a trust ratio.
 struct Adam {
   static constexpr int kMoments = 2;
   template <typename T>
-  static JR_HD void Apply(const GroupScalars<T>& s, T g, T& w, T& m, T& v) {
+  static JR_HD T Direction(const GroupScalars<T>& s, T g, T w, T& m, T& v) {
     g = g + s.l2 * w;
     m = s.b1 * m + s.one_minus_b1 * g;
     v = s.b2 * v + s.one_minus_b2 * (g * g);
     const T denominator = SquareRoot(v * s.c2 + s.eps_root) + s.eps;
     // eps = 0 and a gradient that has always been zero: no update, rather than 0/0.
     const bool unmoved = m == T(0) && denominator == T(0);
-    const T u = (m * s.c1) / (unmoved ? T(1) : denominator);
-    w = NewWeight(s, w, u);
+    return (m * s.c1) / (unmoved ? T(1) : denominator);
   }
 };
+
+struct Lion {
+  static constexpr int kMoments = 1;
+  template <typename T>
+  static JR_HD T Direction(const GroupScalars<T>& s, T g, T w, T& m, T&) {
+    g = g + s.l2 * w;
+    const T c = s.b1 * m + s.one_minus_b1 * g;
+    m = s.b2 * m + s.one_minus_b2 * g;
+    return c > T(0) ? T(1) : c < T(0) ? T(-1) : c;  // NaN stays NaN
+  }
+};
+
+template <typename Rule, typename T>
+JR_HD void Apply(const GroupScalars<T>& s, T g, T& w, T& m, T& v) {
+  w = NewWeight(s, w, Rule::Direction(s, g, w, m, v));
+}
 
 }  // namespace jaxrenaissance

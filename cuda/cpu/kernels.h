@@ -12,7 +12,8 @@ namespace jaxrenaissance {
 struct UpdateStretch {
   void* weights;
   void* moments[2];
-  void* ema;  // null where there is none
+  void* ema;            // null where there is none
+  const double* ratio;  // the trust ratio; null where there is none
   const void* gradient;
   int64_t count;
   const void* floats;
@@ -26,6 +27,10 @@ using NonFiniteFn = bool (*)(const void* data, int64_t count);
 // A chunk of core/reduction.h: the sum of its squares; of the squares of its update.
 using ChunkSumFn = double (*)(const void* data, int64_t count);
 using ChunkUpdateSumFn = double (*)(const UpdateStretch&);
+// Of a chunk's update before the learning rate, for LAMB.
+using ChunkDirectionSumFn = double (*)(const UpdateStretch&);
+// Of a chunk's products of gradients and weights.
+using ChunkProductSumFn = double (*)(const void* gradient, const void* weights, int64_t count);
 // Adds the gradient to the accumulator, or starts it. Whether the gradient, or only the sum, is not
 // finite.
 using AccumulateFn = bool (*)(const void* gradient, void* accumulator, int64_t count,
@@ -43,6 +48,8 @@ struct CpuKernels {
   NonFiniteFn non_finite[kLeafTypes];
   ChunkSumFn chunk_sum[kLeafTypes];
   ChunkUpdateSumFn chunk_update_sum[2][2][kUpdateKinds][kLeafTypes];
+  ChunkDirectionSumFn chunk_direction_sum[2][2][kUpdateKinds][kLeafTypes];
+  ChunkProductSumFn chunk_product_sum[2][kLeafTypes];
   AccumulateFn accumulate[2][kLeafTypes];
   LerpFn lerp[2][kLeafTypes];
 };

@@ -25,7 +25,9 @@ JR_HD void PrefetchBlock(const T* block) {
 template <typename Rule, typename T, typename S, typename G>
 void Update(const UpdateStretch& stretch) {
   const S* floats = static_cast<const S*>(stretch.floats);
-  const GroupScalars<T> scalars = LoadGroup<T>(floats + RowStart(stretch.group));
+  GroupScalars<T> scalars = LoadGroup<T>(floats + RowStart(stretch.group));
+  if (stretch.ratio != nullptr)
+    TakeRatio(floats + RowStart(stretch.group), static_cast<T>(*stretch.ratio), scalars);
   const CallScalars<T> call = LoadCall<T>(floats);
   T* __restrict w = static_cast<T*>(stretch.weights);
   T* __restrict m = static_cast<T*>(stretch.moments[0]);
@@ -42,7 +44,7 @@ void Update(const UpdateStretch& stretch) {
       T wi = w[i], mi{}, vi{};
       if constexpr (Rule::kMoments > 0) mi = m[i];
       if constexpr (Rule::kMoments > 1) vi = v[i];
-      Rule::Apply(scalars, ScaledGradient(call, static_cast<T>(Widen(g[i]))), wi, mi, vi);
+      Apply<Rule>(scalars, ScaledGradient(call, static_cast<T>(Widen(g[i]))), wi, mi, vi);
       w[i] = wi;
       if constexpr (Rule::kMoments > 0) m[i] = mi;
       if constexpr (Rule::kMoments > 1) v[i] = vi;
@@ -91,9 +93,23 @@ double ChunkSum(const void* data, int64_t count) {
   return sums.Total();
 }
 
-template <typename Rule, typename T, typename S, typename G>
-double ChunkUpdateSum(const UpdateStretch& stretch) {
+// Calls f(i) for each element of a chunk and adds the square of what it gives, or f(i) itself.
+template <bool kSquare, typename F>
+JR_HD double SumOfChunk(int64_t count, const F& f) {
   constexpr int64_t kWidth = kChunkLanes * kChunkWidth;
+  LaneSums sums;
+  for (int64_t first = 0; first < count; first += kWidth) {
+    const int64_t own = count - first < kWidth ? count - first : kWidth;
+    for (int64_t lane = 0; lane < own; ++lane) {
+      const double x = f(first + lane);
+      sums.x[lane] = sums.x[lane] + (kSquare ? x * x : x);
+    }
+  }
+  return sums.Total();
+}
+
+template <typename Rule, typename T, typename S, typename G, bool kDirection>
+double ChunkUpdateSum(const UpdateStretch& stretch) {
   const S* floats = static_cast<const S*>(stretch.floats);
   const GroupScalars<T> scalars = LoadGroup<T>(floats + RowStart(stretch.group));
   const CallScalars<T> call = LoadCall<T>(floats);
@@ -101,20 +117,25 @@ double ChunkUpdateSum(const UpdateStretch& stretch) {
   const T* m = static_cast<const T*>(stretch.moments[0]);
   const T* v = static_cast<const T*>(stretch.moments[1]);
   const G* g = static_cast<const G*>(stretch.gradient);
-  LaneSums sums;
-  for (int64_t first = 0; first < stretch.count; first += kWidth) {
-    const int64_t own = stretch.count - first < kWidth ? stretch.count - first : kWidth;
-    for (int64_t lane = 0; lane < own; ++lane) {
-      const int64_t i = first + lane;
-      T wi = w[i], mi{}, vi{};
-      if constexpr (Rule::kMoments > 0) mi = m[i];
-      if constexpr (Rule::kMoments > 1) vi = v[i];
-      Rule::Apply(scalars, ScaledGradient(call, static_cast<T>(Widen(g[i]))), wi, mi, vi);
-      const double change = static_cast<double>(wi) - static_cast<double>(w[i]);
-      sums.x[lane] = sums.x[lane] + change * change;
-    }
-  }
-  return sums.Total();
+  return SumOfChunk<true>(stretch.count, [&](int64_t i) {
+    T wi = w[i], mi{}, vi{};
+    if constexpr (Rule::kMoments > 0) mi = m[i];
+    if constexpr (Rule::kMoments > 1) vi = v[i];
+    const T gi = ScaledGradient(call, static_cast<T>(Widen(g[i])));
+    if constexpr (kDirection)
+      return static_cast<double>(Rule::Direction(scalars, gi, wi, mi, vi) + scalars.wd * wi);
+    Apply<Rule>(scalars, gi, wi, mi, vi);
+    return static_cast<double>(wi) - static_cast<double>(w[i]);
+  });
+}
+
+template <typename T, typename G>
+double ChunkProductSum(const void* gradient, const void* weights, int64_t count) {
+  const G* __restrict g = static_cast<const G*>(gradient);
+  const T* __restrict w = static_cast<const T*>(weights);
+  return SumOfChunk<false>(count, [&](int64_t i) {
+    return static_cast<double>(w[i]) * static_cast<double>(Widen(g[i]));
+  });
 }
 
 template <typename T, typename G>
@@ -193,7 +214,8 @@ void FillRule(UpdateKind kind, CpuKernels& kernels) {
   ForEachLeafType<T>([&](int type, auto leaf) {
     using G = decltype(leaf);
     kernels.update[t][s][k][type] = Update<Rule, T, S, G>;
-    kernels.chunk_update_sum[t][s][k][type] = ChunkUpdateSum<Rule, T, S, G>;
+    kernels.chunk_update_sum[t][s][k][type] = ChunkUpdateSum<Rule, T, S, G, false>;
+    kernels.chunk_direction_sum[t][s][k][type] = ChunkUpdateSum<Rule, T, S, G, true>;
   });
 }
 
@@ -203,6 +225,7 @@ void FillRules(CpuKernels& kernels) {
   FillRule<Momentum, T, S>(UpdateKind::kMomentum, kernels);
   FillRule<Nesterov, T, S>(UpdateKind::kNesterov, kernels);
   FillRule<Adam, T, S>(UpdateKind::kAdam, kernels);
+  FillRule<Lion, T, S>(UpdateKind::kLion, kernels);
 }
 
 template <typename T>
@@ -215,6 +238,7 @@ void FillArena(CpuKernels& kernels) {
     kernels.widen[t][type] = WidenLeaf<T, L>;
     kernels.narrow[t][type] = NarrowLeaf<T, L>;
     kernels.accumulate[t][type] = Accumulate<T, L>;
+    kernels.chunk_product_sum[t][type] = ChunkProductSum<T, L>;
     kernels.lerp[t][type] = LerpTo<T, L>;
   });
 }

@@ -26,6 +26,11 @@ inline UpdateCall DecodeUpdate(Decoder& decoder, int moments) {
     operands.moments[i] = decoder.ReadInPlaceArena(call.layout, 1 + i, "a moment");
   if (decoder.Attribute<int64_t>("ema") != 0)
     operands.ema = decoder.ReadInPlaceArena(call.layout, 1 + moments, "the average");
+  if (decoder.Attribute<int64_t>("ratios") != 0) {
+    const Floats ratios = decoder.ReadBySegment(call.layout, call.floats.is_double);
+    operands.ratios = ratios.data;
+    operands.ratios_stride = ratios.stride;
+  }
   operands.gated = decoder.Attribute<int64_t>("gated") != 0;
   operands.gradients = decoder.Gradients(call.layout);
   decoder.Require(call.floats.is_double || !call.layout.is_double,
@@ -39,6 +44,7 @@ struct UpdateNormsCall {
   Floats floats;
   UpdateOperands operands;
   Workspace workspace;
+  int32_t* of_weights;  // null where it is not the update before its learning rate
 };
 
 inline UpdateNormsCall DecodeUpdateNorms(Decoder& decoder, int moments) {
@@ -51,6 +57,8 @@ inline UpdateNormsCall DecodeUpdateNorms(Decoder& decoder, int moments) {
     operands.moments[i] = decoder.ReadWholeArena(call.layout, "a moment");
   operands.gradients = decoder.Gradients(call.layout);
   call.workspace = decoder.ResultWorkspace(call.layout, 0);
+  if (decoder.Attribute<int64_t>("direction") != 0)
+    call.of_weights = decoder.ResultWorkspace(call.layout, 1).data;
   decoder.Require(call.floats.is_double || !call.layout.is_double,
                   "float32 scalars beside a float64 arena");
   decoder.CheckSegments(call.layout, LeavesOf(operands.gradients), call.floats.num_groups);
@@ -67,10 +75,18 @@ inline NormsCall DecodeNorms(Decoder& decoder) {
   call.layout = decoder.ReadLayout();
   NormsOperands& operands = call.operands;
   operands.ints = decoder.ReadInPlaceInts(0);
+  const int64_t sums = 1 + decoder.Attribute<int64_t>("weights");
+  decoder.Require(sums >= 1 && sums <= kMaxSums, "weights is none of 0, 1 and 2");
+  if (sums > 1) {
+    const Decoder::Arena weights = decoder.ReadArena(call.layout, "the weights");
+    operands.weights = weights.data;
+    operands.weights_stride = weights.stride;
+  }
   operands.gradients = decoder.Gradients(call.layout);
   operands.first_leaf = static_cast<int32_t>(decoder.Attribute<int64_t>("first_leaf"));
   operands.flag = decoder.Attribute<int64_t>("flag") != 0;
-  operands.workspace = decoder.ResultWorkspace(call.layout, 1);
+  for (int64_t k = 0; decoder.ok() && k < sums; ++k)
+    operands.workspaces[k] = decoder.ResultWorkspace(call.layout, 1 + k);
   decoder.CheckSegments(call.layout, LeavesOf(operands.gradients));
   return call;
 }
@@ -85,7 +101,7 @@ inline NormsCall DecodeAccumulate(Decoder& decoder) {
   operands.first_leaf = static_cast<int32_t>(decoder.Attribute<int64_t>("first_leaf"));
   operands.flag = decoder.Attribute<int64_t>("flag") != 0;
   if (decoder.Attribute<int64_t>("norms") != 0)
-    operands.workspace = decoder.ResultWorkspace(call.layout, 2);
+    operands.workspaces[0] = decoder.ResultWorkspace(call.layout, 2);
   decoder.CheckSegments(call.layout, LeavesOf(operands.gradients));
   return call;
 }
@@ -94,7 +110,7 @@ inline NormsCall DecodeAccumulate(Decoder& decoder) {
 inline Workspaces DecodeWorkspaces(Decoder& decoder, int64_t first) {
   Workspaces workspaces{};
   const Words segments = decoder.Attribute<Words>("segments");
-  decoder.Require(segments.size() <= 2 * kMaxArenas, "more workspaces than arenas");
+  decoder.Require(segments.size() <= kMaxSums * kMaxArenas, "more workspaces than arenas");
   for (size_t k = 0; decoder.ok() && k < segments.size(); ++k) {
     workspaces.each[k] =
         decoder.ReadInPlaceWorkspace(segments.begin()[k], first + static_cast<int64_t>(k));
@@ -103,38 +119,66 @@ inline Workspaces DecodeWorkspaces(Decoder& decoder, int64_t first) {
   return workspaces;
 }
 
-inline FinishOperands DecodeFinish(Decoder& decoder) {
+inline FinishOperands DecodeFinishOf(Decoder& decoder, FinishKind kind) {
   FinishOperands operands{};
+  operands.kind = kind;
   const Floats floats = decoder.ReadFloats();
   decoder.CheckInPlace(0, floats.data, "floats");
   operands.floats = const_cast<void*>(floats.data);
   operands.is_double = floats.is_double;
   operands.num_groups = floats.num_groups;
   operands.members = decoder.members();
-  operands.ints = decoder.ReadInPlaceInts(1);
-  operands.workspaces = DecodeWorkspaces(decoder, 2);
+  return operands;
+}
+
+// Workspaces from result `first` on, and the groups of trust ratios where there are any.
+inline void DecodeSums(Decoder& decoder, int64_t first, FinishOperands& operands) {
+  Workspaces& workspaces = operands.workspaces;
+  workspaces = DecodeWorkspaces(decoder, first);
   const int64_t gradients = decoder.Attribute<int64_t>("gradients");
-  decoder.Require(
-      gradients >= 0 && gradients <= kMaxArenas && gradients <= operands.workspaces.count,
-      "more gradients than workspaces");
-  operands.workspaces.gradients = static_cast<int>(gradients);
-  if (decoder.Attribute<int64_t>("by_segment") == 0) return operands;
-  for (int k = 0; decoder.ok() && k < operands.workspaces.gradients; ++k) {
-    operands.norms[k] = decoder.ResultNorms(operands.workspaces.each[k].num_segments,
-                                            operands.is_double, 2 + operands.workspaces.count + k);
-  }
+  decoder.Require(gradients >= 0 && gradients <= kMaxArenas && gradients <= workspaces.count,
+                  "more gradients than workspaces");
+  workspaces.gradients = static_cast<int>(gradients);
+  if (operands.trust == TrustRule::kNone) return;
+  const int series = operands.trust == TrustRule::kLarsAsOptax ? 3 : 2;
+  decoder.Require(workspaces.count == series * workspaces.gradients,
+                  "trust ratios want other workspaces");
+  for (int k = 0; decoder.ok() && k < workspaces.gradients; ++k)
+    operands.groups[k] = decoder.ReadGroups(workspaces.each[k].num_segments);
+}
+
+inline FinishOperands DecodeFinish(Decoder& decoder) {
+  FinishOperands operands = DecodeFinishOf(decoder, FinishKind::kGradients);
+  operands.ints = decoder.ReadInPlaceInts(1);
+  operands.trust = static_cast<TrustRule>(decoder.Attribute<int64_t>("trust"));
+  DecodeSums(decoder, 2, operands);
+  int64_t result = 2 + operands.workspaces.count;
+  const auto by_segment = [&](void*(&into)[kMaxArenas]) {
+    for (int k = 0; decoder.ok() && k < operands.workspaces.gradients; ++k) {
+      into[k] = decoder.ResultBySegment(operands.workspaces.each[k].num_segments,
+                                        operands.is_double, result++);
+    }
+  };
+  if (decoder.Attribute<int64_t>("by_segment") != 0) by_segment(operands.norms);
+  if (operands.trust != TrustRule::kNone) by_segment(operands.ratios);
   return operands;
 }
 
 inline FinishOperands DecodeFinishUpdate(Decoder& decoder) {
-  FinishOperands operands{};
-  const Floats floats = decoder.ReadFloats();
-  decoder.CheckInPlace(0, floats.data, "floats");
-  operands.floats = const_cast<void*>(floats.data);
-  operands.is_double = floats.is_double;
-  operands.num_groups = floats.num_groups;
-  operands.members = decoder.members();
+  FinishOperands operands = DecodeFinishOf(decoder, FinishKind::kUpdateNorm);
   operands.workspaces = DecodeWorkspaces(decoder, 1);
+  return operands;
+}
+
+inline FinishOperands DecodeFinishRatios(Decoder& decoder) {
+  FinishOperands operands = DecodeFinishOf(decoder, FinishKind::kRatios);
+  operands.trust = TrustRule::kLamb;
+  DecodeSums(decoder, 1, operands);
+  for (int k = 0; decoder.ok() && k < operands.workspaces.gradients; ++k) {
+    operands.ratios[k] =
+        decoder.ResultBySegment(operands.workspaces.each[k].num_segments, operands.is_double,
+                                1 + operands.workspaces.count + k);
+  }
   return operands;
 }
 

@@ -1,5 +1,7 @@
 // The CPU's FFI handlers: decode, check, and hand chunks of the arena to XLA's thread pool.
+#include <array>
 #include <cstring>
+#include <optional>
 
 #include "core/prologue.h"
 #include "core/reduction.h"
@@ -80,6 +82,15 @@ struct TypedStretch {
   LeafType type;
 };
 
+// The trust ratio of a segment, where there are any.
+std::optional<double> RatioOf(const UpdateCall& call, int64_t member, const Segment& segment) {
+  const UpdateOperands& operands = call.operands;
+  if (operands.ratios == nullptr) return std::nullopt;
+  const int64_t number = &segment - call.layout.segments;
+  return FloatAt({operands.ratios, 0, call.floats.is_double, 0},
+                 member * operands.ratios_stride + number);
+}
+
 TypedStretch StretchOf(const Layout& layout, const Floats& floats, const UpdateOperands& operands,
                        int64_t member, const Segment& segment, int64_t low, int64_t high) {
   const int64_t item = ArenaItem(layout.is_double);
@@ -90,6 +101,7 @@ TypedStretch StretchOf(const Layout& layout, const Floats& floats, const UpdateO
   return {{Offset(operands.weights, offset),
            {Offset(operands.moments[0], offset), Offset(operands.moments[1], offset)},
            Offset(operands.ema, offset),
+           nullptr,
            gradient,
            high - low,
            Offset(floats.data, member * floats.stride * ArenaItem(floats.is_double)),
@@ -113,8 +125,10 @@ ffi::Future Update(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
     ForEachStretch(
         call.layout, chunk, [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
           if (FloatAt(call.floats, member * call.floats.stride + kApply) == 0) return;
-          const TypedStretch own =
+          TypedStretch own =
               StretchOf(call.layout, call.floats, call.operands, member, segment, low, high);
+          const std::optional<double> ratio = RatioOf(call, member, segment);
+          own.stretch.ratio = ratio ? &*ratio : nullptr;
           kernels[static_cast<int>(own.type)](own.stretch);
         });
   });
@@ -148,11 +162,14 @@ ffi::Future Statistics(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
   });
 }
 
+// The sums of one chunk, for each workspace.
+using ChunkSums = std::array<double, kMaxSums>;
+
 // Calls sum(member, segment, low, high) for each chunk of the partials' tree in a task's partials,
-// and writes these.
+// and writes these to the workspaces that are there.
 template <typename F>
-ffi::Future ForEachPartial(ffi::ThreadPool pool, const Layout& layout, const Workspace& workspace,
-                           const F& sum) {
+ffi::Future ForEachPartial(ffi::ThreadPool pool, const Layout& layout,
+                           const std::array<Workspace, kMaxSums>& workspaces, const F& sum) {
   // A task is as many partials as a chunk of the arena has, at most.
   constexpr int64_t kPartialsATask = kChunk / kPartialElements;
   int64_t partials = 0;
@@ -165,30 +182,38 @@ ffi::Future ForEachPartial(ffi::ThreadPool pool, const Layout& layout, const Wor
   const int64_t tasks = (partials + kPartialsATask - 1) / kPartialsATask;
   return ForEachChunk(
       pool, tasks * layout.members,
-      [layout, workspace, sum, firsts = std::move(firsts), tasks, partials](int64_t task) {
+      [layout, workspaces, sum, firsts = std::move(firsts), tasks, partials](int64_t task) {
         const int64_t member = task / tasks;
         int64_t partial = task % tasks * kPartialsATask;
         const int64_t end = std::min(partial + kPartialsATask, partials);
         int64_t i = std::upper_bound(firsts.begin(), firsts.end(), partial) - firsts.begin() - 1;
-        int32_t* words =
-            workspace.data == nullptr ? nullptr : workspace.data + member * workspace.stride;
         for (; partial < end; ++partial) {
           while (firsts[i + 1] <= partial) ++i;
           const Segment& segment = layout.segments[i];
-          double sums[kPartialChunks] = {};
+          double sums[kMaxSums][kPartialChunks] = {};
           const int64_t first = (partial - firsts[i]) * kPartialElements;
           for (int64_t c = 0; c < kPartialChunks; ++c) {
             const int64_t low = first + c * kChunkElements;
             const int64_t high = std::min(low + kChunkElements, segment.size);
-            if (low < high)
-              sums[c] = sum(member, segment, segment.start + low, segment.start + high);
+            if (low >= high) break;
+            const ChunkSums own = sum(member, segment, segment.start + low, segment.start + high);
+            for (int k = 0; k < kMaxSums; ++k) sums[k][c] = own[static_cast<size_t>(k)];
           }
-          if (words == nullptr) continue;
-          PartialsOf(words, layout.num_segments)[partial] = SumOfEight(sums);
-          if (partial == firsts[i]) words[i] = static_cast<int32_t>(partial);
-          if (partial + 1 == partials) words[layout.num_segments] = static_cast<int32_t>(partials);
+          for (int k = 0; k < kMaxSums; ++k) {
+            const Workspace& workspace = workspaces[static_cast<size_t>(k)];
+            if (workspace.data == nullptr) continue;
+            int32_t* words = workspace.data + member * workspace.stride;
+            PartialsOf(words, layout.num_segments)[partial] = SumOfEight(sums[k]);
+            if (partial == firsts[i]) words[i] = static_cast<int32_t>(partial);
+            if (partial + 1 == partials)
+              words[layout.num_segments] = static_cast<int32_t>(partials);
+          }
         }
       });
+}
+
+std::array<Workspace, kMaxSums> WorkspacesOf(const NormsOperands& operands) {
+  return {operands.workspaces[0], operands.workspaces[1], operands.workspaces[2]};
 }
 
 ffi::Future Norms(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -197,9 +222,9 @@ ffi::Future Norms(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   NormsCall call = DecodeNorms(decoder);
   if (!decoder.ok()) return Failed(decoder.error());
   const Layout layout = call.layout;
-  const Workspace workspace = call.operands.workspace;
+  const auto workspaces = WorkspacesOf(call.operands);
   return ForEachPartial(
-      pool, layout, workspace,
+      pool, layout, workspaces,
       [call = std::move(call)](int64_t member, const Segment& segment, int64_t low, int64_t high) {
         const NormsOperands& operands = call.operands;
         LeafType type;
@@ -213,7 +238,19 @@ ffi::Future Norms(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
           AtomicMin(operands.ints + member * kInts + kFirstBad,
                     static_cast<int32_t>(operands.first_leaf + segment.leaf));
         }
-        return sum;
+        ChunkSums sums = {sum};
+        if (operands.weights != nullptr) {
+          const bool is_double = call.layout.is_double;
+          const void* weights = Offset(
+              operands.weights, (member * operands.weights_stride + low) * ArenaItem(is_double));
+          const LeafType arena_type = is_double ? LeafType::kF64 : LeafType::kF32;
+          sums[1] = BestCpuKernels().chunk_sum[static_cast<int>(arena_type)](weights, high - low);
+          if (operands.workspaces[2].data != nullptr) {
+            sums[2] =
+                BestCpuKernels().chunk_product_sum[is_double][t](gradient, weights, high - low);
+          }
+        }
+        return sums;
       });
 }
 
@@ -223,9 +260,9 @@ ffi::Future AccumulateGradients(ffi::ThreadPool pool, ffi::RemainingArgs args,
   NormsCall call = DecodeAccumulate(decoder);
   if (!decoder.ok()) return Failed(decoder.error());
   const Layout layout = call.layout;
-  const Workspace workspace = call.operands.workspace;
+  const auto workspaces = WorkspacesOf(call.operands);
   return ForEachPartial(
-      pool, layout, workspace,
+      pool, layout, workspaces,
       [call = std::move(call)](int64_t member, const Segment& segment, int64_t low, int64_t high) {
         const NormsOperands& operands = call.operands;
         const bool is_double = call.layout.is_double;
@@ -239,9 +276,9 @@ ffi::Future AccumulateGradients(ffi::ThreadPool pool, ffi::RemainingArgs args,
             gradient, sum, high - low, ints[kMicro] == 0);
         if (operands.flag && bad)
           AtomicMin(ints + kFirstBad, static_cast<int32_t>(operands.first_leaf + segment.leaf));
-        if (operands.workspace.data == nullptr) return 0.0;
+        if (operands.workspaces[0].data == nullptr) return ChunkSums{};
         const LeafType arena_type = is_double ? LeafType::kF64 : LeafType::kF32;
-        return BestCpuKernels().chunk_sum[static_cast<int>(arena_type)](sum, high - low);
+        return ChunkSums{BestCpuKernels().chunk_sum[static_cast<int>(arena_type)](sum, high - low)};
       });
 }
 
@@ -252,19 +289,29 @@ ffi::Future UpdateNorms(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rema
   UpdateNormsCall call = DecodeUpdateNorms(decoder, Rule::kMoments);
   if (!decoder.ok()) return Failed(decoder.error());
   const Layout layout = call.layout;
-  const Workspace workspace = call.workspace;
-  const auto& kernels =
-      BestCpuKernels()
-          .chunk_update_sum[layout.is_double][call.floats.is_double][static_cast<int>(kKind)];
-  return ForEachPartial(pool, layout, workspace,
-                        [call = std::move(call), &kernels](int64_t member, const Segment& segment,
-                                                           int64_t low, int64_t high) {
+  Workspace of_weights = call.workspace;
+  of_weights.data = call.of_weights;
+  const std::array<Workspace, kMaxSums> workspaces = {call.workspace, of_weights, Workspace{}};
+  const bool is_direction = call.of_weights != nullptr;
+  const auto& all =
+      is_direction ? BestCpuKernels().chunk_direction_sum : BestCpuKernels().chunk_update_sum;
+  const auto& kernels = all[layout.is_double][call.floats.is_double][static_cast<int>(kKind)];
+  return ForEachPartial(pool, layout, workspaces,
+                        [call = std::move(call), &kernels, is_direction](
+                            int64_t member, const Segment& segment, int64_t low, int64_t high) {
                           // Without an update there is nothing to sum.
                           if (FloatAt(call.floats, member * call.floats.stride + kApply) == 0)
-                            return 0.0;
+                            return ChunkSums{};
                           const TypedStretch own = StretchOf(
                               call.layout, call.floats, call.operands, member, segment, low, high);
-                          return kernels[static_cast<int>(own.type)](own.stretch);
+                          ChunkSums sums = {kernels[static_cast<int>(own.type)](own.stretch)};
+                          if (is_direction) {
+                            const LeafType arena_type =
+                                call.layout.is_double ? LeafType::kF64 : LeafType::kF32;
+                            sums[1] = BestCpuKernels().chunk_sum[static_cast<int>(arena_type)](
+                                own.stretch.weights, high - low);
+                          }
+                          return sums;
                         });
 }
 
@@ -376,73 +423,81 @@ ffi::Error Prologue(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
   return ffi::Error::Success();
 }
 
-// Calls f(segment, sum) for each segment of a member's workspace, in order.
-template <typename F>
-void ForEachSum(const Workspace& workspace, int64_t member, const F& f) {
+// The sum of a segment of a member's workspace.
+double SumOfSegment(const Workspace& workspace, int64_t member, int64_t segment) {
   int32_t* words = workspace.data + member * workspace.stride;
   const double* partials = PartialsOf(words, workspace.num_segments);
-  for (int64_t i = 0; i < workspace.num_segments; ++i) {
-    PairwiseSum sum;
-    for (int32_t p = words[i]; p < words[i + 1]; ++p) sum.Push(partials[p]);
-    f(i, sum.Total());
-  }
+  PairwiseSum sum;
+  for (int32_t p = words[segment]; p < words[segment + 1]; ++p) sum.Push(partials[p]);
+  return sum.Total();
 }
 
 // The sum over all segments of workspaces [low, high) of a member.
 double SumOfSegments(const Workspaces& all, int low, int high, int64_t member) {
   PairwiseSum sum;
-  for (int k = low; k < high; ++k)
-    ForEachSum(all.each[k], member, [&](int64_t, double own) { sum.Push(own); });
+  for (int k = low; k < high; ++k) {
+    for (int64_t i = 0; i < all.each[k].num_segments; ++i)
+      sum.Push(SumOfSegment(all.each[k], member, i));
+  }
   return sum.Total();
+}
+
+// The trust ratio of each segment of the gradients' arenas. Workspaces of weights, and of products,
+// follow those of the gradients in the same order.
+template <typename S>
+void WriteRatios(const FinishOperands& operands, int64_t member, const S* floats) {
+  const Workspaces& all = operands.workspaces;
+  for (int k = 0; k < all.gradients; ++k) {
+    const int64_t segments = all.each[k].num_segments;
+    S* ratios = static_cast<S*>(operands.ratios[k]) + member * segments;
+    for (int64_t i = 0; i < segments; ++i) {
+      const auto sum = [&](int series) {
+        return SumOfSegment(all.each[k + series * all.gradients], member, i);
+      };
+      const bool has_products = operands.trust == TrustRule::kLarsAsOptax;
+      const TrustSums sums = {sum(1), sum(0), has_products ? sum(2) : 0.0};
+      const S* row = floats + RowStart(operands.groups[k][i]);
+      ratios[i] = static_cast<S>(TrustRatio(operands.trust, sums, floats, row));
+    }
+  }
 }
 
 template <typename S>
 void FinishMember(const FinishOperands& operands, int64_t member) {
   const Workspaces& all = operands.workspaces;
   S* floats = static_cast<S*>(operands.floats) + member * RowStart(operands.num_groups);
+  if (operands.kind == FinishKind::kUpdateNorm) {
+    const double sum = SumOfSegments(all, 0, all.count, member);
+    floats[kUpdateNorm] = floats[kApply] == S(0) ? S(0) : static_cast<S>(SquareRoot(sum));
+    return;
+  }
+  if (operands.kind == FinishKind::kRatios) return WriteRatios(operands, member, floats);
+
   int32_t* ints = operands.ints + member * kInts;
   const StepDecision decision = DecideStep(ints);
   const double sum = SumOfSegments(all, 0, all.gradients, member);
   const double divisor = AdvanceState(decision, sum, floats, ints);
-  if (all.count > all.gradients) {
-    const double weights = SumOfSegments(all, all.gradients, all.count, member);
-    floats[kParamNorm] = static_cast<S>(SquareRoot(weights));
-  }
+  const auto [low, high] = WeightsOf(all);
+  if (low < high)
+    floats[kParamNorm] = static_cast<S>(SquareRoot(SumOfSegments(all, low, high, member)));
   DeriveGroups(decision, operands.num_groups, floats);
   for (int k = 0; k < all.gradients; ++k) {
     if (operands.norms[k] == nullptr) continue;
     S* norms = static_cast<S*>(operands.norms[k]) + member * all.each[k].num_segments;
-    ForEachSum(all.each[k], member, [&](int64_t i, double own) {
-      norms[i] = static_cast<S>(SquareRoot(own) / divisor);
-    });
+    for (int64_t i = 0; i < all.each[k].num_segments; ++i)
+      norms[i] = static_cast<S>(SquareRoot(SumOfSegment(all.each[k], member, i)) / divisor);
   }
+  if (operands.trust != TrustRule::kNone) WriteRatios(operands, member, floats);
 }
 
-template <typename S>
-void FinishMemberUpdate(const FinishOperands& operands, int64_t member) {
-  S* floats = static_cast<S*>(operands.floats) + member * RowStart(operands.num_groups);
-  const double sum = SumOfSegments(operands.workspaces, 0, operands.workspaces.count, member);
-  floats[kUpdateNorm] = floats[kApply] == S(0) ? S(0) : static_cast<S>(SquareRoot(sum));
-}
-
+template <FinishOperands (*kDecode)(Decoder&)>
 ffi::Error Finish(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   Decoder decoder(args, rets, attributes);
-  const FinishOperands operands = DecodeFinish(decoder);
+  const FinishOperands operands = kDecode(decoder);
   if (!decoder.ok()) return decoder.error();
   KeepSubnormals keep;
   for (int64_t member = 0; member < operands.members; ++member)
     (operands.is_double ? FinishMember<double> : FinishMember<float>)(operands, member);
-  return ffi::Error::Success();
-}
-
-ffi::Error FinishUpdate(ffi::RemainingArgs args, ffi::RemainingRets rets,
-                        ffi::Dictionary attributes) {
-  Decoder decoder(args, rets, attributes);
-  const FinishOperands operands = DecodeFinishUpdate(decoder);
-  if (!decoder.ok()) return decoder.error();
-  KeepSubnormals keep;
-  for (int64_t member = 0; member < operands.members; ++member)
-    (operands.is_double ? FinishMemberUpdate<double> : FinishMemberUpdate<float>)(operands, member);
   return ffi::Error::Success();
 }
 
@@ -457,6 +512,8 @@ XLA_FFI_DEFINE_HANDLER(kUpdateSgd, (Update<Sgd, UpdateKind::kSgd>), Bind());
 XLA_FFI_DEFINE_HANDLER(kUpdateMomentum, (Update<Momentum, UpdateKind::kMomentum>), Bind());
 XLA_FFI_DEFINE_HANDLER(kUpdateNesterov, (Update<Nesterov, UpdateKind::kNesterov>), Bind());
 XLA_FFI_DEFINE_HANDLER(kUpdateAdam, (Update<Adam, UpdateKind::kAdam>), Bind());
+XLA_FFI_DEFINE_HANDLER(kUpdateLion, (Update<Lion, UpdateKind::kLion>), Bind());
+XLA_FFI_DEFINE_HANDLER(kUpdateNormsLion, (UpdateNorms<Lion, UpdateKind::kLion>), Bind());
 XLA_FFI_DEFINE_HANDLER(kUpdateNormsSgd, (UpdateNorms<Sgd, UpdateKind::kSgd>), Bind());
 XLA_FFI_DEFINE_HANDLER(kUpdateNormsMomentum, (UpdateNorms<Momentum, UpdateKind::kMomentum>),
                        Bind());
@@ -470,8 +527,9 @@ XLA_FFI_DEFINE_HANDLER(kLerp, LerpArenas, Bind());
 XLA_FFI_DEFINE_HANDLER(kUnpack, Unpack, Bind());
 XLA_FFI_DEFINE_HANDLER(kPack, Pack, Bind());
 XLA_FFI_DEFINE_HANDLER(kPrologue, Prologue, BindInline());
-XLA_FFI_DEFINE_HANDLER(kFinish, Finish, BindInline());
-XLA_FFI_DEFINE_HANDLER(kFinishUpdate, FinishUpdate, BindInline());
+XLA_FFI_DEFINE_HANDLER(kFinish, Finish<DecodeFinish>, BindInline());
+XLA_FFI_DEFINE_HANDLER(kFinishUpdate, Finish<DecodeFinishUpdate>, BindInline());
+XLA_FFI_DEFINE_HANDLER(kFinishRatios, Finish<DecodeFinishRatios>, BindInline());
 
 }  // namespace
 
@@ -480,6 +538,8 @@ std::vector<HandlerEntry> CpuHandlers() {
           {"jaxrenaissance_update_momentum_v1", "execute", kUpdateMomentum},
           {"jaxrenaissance_update_nesterov_v1", "execute", kUpdateNesterov},
           {"jaxrenaissance_update_adam_v1", "execute", kUpdateAdam},
+          {"jaxrenaissance_update_lion_v1", "execute", kUpdateLion},
+          {"jaxrenaissance_update_norms_lion_v1", "execute", kUpdateNormsLion},
           {"jaxrenaissance_update_norms_sgd_v1", "execute", kUpdateNormsSgd},
           {"jaxrenaissance_update_norms_momentum_v1", "execute", kUpdateNormsMomentum},
           {"jaxrenaissance_update_norms_nesterov_v1", "execute", kUpdateNormsNesterov},
@@ -492,7 +552,8 @@ std::vector<HandlerEntry> CpuHandlers() {
           {"jaxrenaissance_pack_v1", "execute", kPack},
           {"jaxrenaissance_prologue_v1", "execute", kPrologue},
           {"jaxrenaissance_finish_v1", "execute", kFinish},
-          {"jaxrenaissance_finish_update_v1", "execute", kFinishUpdate}};
+          {"jaxrenaissance_finish_update_v1", "execute", kFinishUpdate},
+          {"jaxrenaissance_finish_ratios_v1", "execute", kFinishRatios}};
 }
 
 const char* CpuInstructionSet() { return BestCpuKernels().name; }

@@ -36,8 +36,8 @@ ffi::Error UpdateNorms(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   Decoder decoder(args, rets, attributes);
   const UpdateNormsCall call = DecodeUpdateNorms(decoder, kMoments);
   if (!decoder.ok()) return decoder.error();
-  return Checked(
-      LaunchUpdateNorms(kKind, call.layout, call.floats, call.operands, call.workspace, stream));
+  return Checked(LaunchUpdateNorms(kKind, call.layout, call.floats, call.operands, call.workspace,
+                                   call.of_weights, stream));
 }
 
 template <NormsCall (*kDecode)(Decoder&)>
@@ -150,11 +150,13 @@ JR_DEFINE_RULE(Sgd, 0);
 JR_DEFINE_RULE(Momentum, 1);
 JR_DEFINE_RULE(Nesterov, 1);
 JR_DEFINE_RULE(Adam, 2);
+JR_DEFINE_RULE(Lion, 1);
 JR_DEFINE_OP(Statistics, Statistics, PreloadStatistics);
 JR_DEFINE_OP(Norms, Norms<DecodeNorms>, PreloadNorms);
 JR_DEFINE_OP(Accumulate, Norms<DecodeAccumulate>, PreloadAccumulate);
 JR_DEFINE_OP(Finish, Finish<DecodeFinish>, PreloadFinish);
 JR_DEFINE_OP(FinishUpdate, Finish<DecodeFinishUpdate>, PreloadFinish);
+JR_DEFINE_OP(FinishRatios, Finish<DecodeFinishRatios>, PreloadFinish);
 JR_DEFINE_OP(Lerp, Lerp, PreloadLerp);
 JR_DEFINE_OP(Unpack, Unpack, PreloadPacking);
 JR_DEFINE_OP(Pack, Pack, PreloadPacking);
@@ -172,15 +174,18 @@ std::vector<HandlerEntry> CudaHandlers() {
           JR_ENTRIES("update_momentum", UpdateMomentum),
           JR_ENTRIES("update_nesterov", UpdateNesterov),
           JR_ENTRIES("update_adam", UpdateAdam),
+          JR_ENTRIES("update_lion", UpdateLion),
           JR_ENTRIES("update_norms_sgd", UpdateNormsSgd),
           JR_ENTRIES("update_norms_momentum", UpdateNormsMomentum),
           JR_ENTRIES("update_norms_nesterov", UpdateNormsNesterov),
           JR_ENTRIES("update_norms_adam", UpdateNormsAdam),
+          JR_ENTRIES("update_norms_lion", UpdateNormsLion),
           JR_ENTRIES("statistics", Statistics),
           JR_ENTRIES("norms", Norms),
           JR_ENTRIES("accumulate", Accumulate),
           JR_ENTRIES("finish", Finish),
           JR_ENTRIES("finish_update", FinishUpdate),
+          JR_ENTRIES("finish_ratios", FinishRatios),
           JR_ENTRIES("lerp", Lerp),
           JR_ENTRIES("unpack", Unpack),
           JR_ENTRIES("pack", Pack),

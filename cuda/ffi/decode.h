@@ -156,7 +156,7 @@ class Decoder {
   }
 
   // Result `index` as one number a segment, of the scalars' type.
-  void* ResultNorms(int64_t num_segments, bool is_double, int64_t index) {
+  void* ResultBySegment(int64_t num_segments, bool is_double, int64_t index) {
     const std::optional<ffi::AnyBuffer> buffer = Output(index);
     if (!buffer) return nullptr;
     if (buffer->element_type() != (is_double ? ffi::DataType::F64 : ffi::DataType::F32) ||
@@ -164,6 +164,31 @@ class Decoder {
       Fail("norms by segment have another size or type than the segments");
     }
     return buffer->untyped_data();
+  }
+
+  // The next operand as one number a segment, of the scalars' type.
+  Floats ReadBySegment(const Layout& layout, bool is_double) {
+    const bool is_shared = IsShared(next_);
+    const std::optional<ffi::AnyBuffer> buffer = Argument(next_++);
+    if (!buffer) return {};
+    const int64_t sharers = is_shared ? 1 : members();
+    if (buffer->element_type() != (is_double ? ffi::DataType::F64 : ffi::DataType::F32) ||
+        static_cast<int64_t>(buffer->element_count()) != sharers * layout.num_segments) {
+      Fail("numbers by segment have another size or type than the segments");
+    }
+    return {buffer->untyped_data(), is_shared ? 0 : layout.num_segments, is_double, 0};
+  }
+
+  // The next operand as the group of each segment, the same for all members.
+  const int32_t* ReadGroups(int64_t num_segments) {
+    const bool is_shared = IsShared(next_) || members() == 1;
+    const std::optional<ffi::AnyBuffer> buffer = Argument(next_++);
+    if (!buffer) return nullptr;
+    if (!is_shared || buffer->element_type() != ffi::DataType::S32 ||
+        static_cast<int64_t>(buffer->element_count()) != num_segments) {
+      Fail("groups have another size or type than the segments");
+    }
+    return static_cast<const int32_t*>(buffer->untyped_data());
   }
 
   struct Taus {

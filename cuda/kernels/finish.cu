@@ -101,15 +101,37 @@ __device__ double SumOfSegments(const Workspaces& all, int64_t low, int64_t high
   });
 }
 
+// What is by segment of the gradients' arenas; null where nobody asked.
 template <typename S>
-struct Norms {
-  S* of_gradients[kMaxArenas];  // one a segment; null where nobody asked
+struct BySegment {
+  S* norms[kMaxArenas];
+  S* ratios[kMaxArenas];
+  const int32_t* groups[kMaxArenas];
 };
+
+// The trust ratio of each segment of the gradients' arenas. Workspaces of weights, and of products,
+// follow those of the gradients in the same order.
+template <typename S>
+__device__ void WriteRatios(const Workspaces& all, TrustRule rule, int64_t segments, int64_t member,
+                            const S* floats, const BySegment<S>& by) {
+  for (int64_t i = threadIdx.x; i < segments; i += kThreads) {
+    const SegmentPlace place = FindSegment(all, i);
+    const auto sum = [&](int series) {
+      const SegmentPlace own = {place.workspace + series * all.gradients, place.segment};
+      return __ldcg(SumOfSegment(all, own, member));
+    };
+    const TrustSums sums = {sum(1), sum(0), rule == TrustRule::kLarsAsOptax ? sum(2) : 0.0};
+    const S* row = floats + RowStart(by.groups[place.workspace][place.segment]);
+    by.ratios[place.workspace][member * all.each[place.workspace].num_segments + place.segment] =
+        static_cast<S>(TrustRatio(rule, sums, floats, row));
+  }
+}
 
 template <typename S>
 __global__ void __launch_bounds__(kThreads)
     FinishKernel(S* floats, int32_t* ints, int64_t num_groups, const Workspaces all,
-                 int64_t gradient_segments, int64_t total, const Norms<S> norms) {
+                 const int64_t gradient_segments, const int64_t weight_segments, int64_t total,
+                 TrustRule rule, const BySegment<S> by) {
   const int64_t blocks = total > 0 ? total : 1;
   const int64_t member = blockIdx.x / blocks, number = blockIdx.x % blocks;
   floats += member * RowStart(num_groups);
@@ -117,8 +139,9 @@ __global__ void __launch_bounds__(kThreads)
   if (!FinishSegment(all, total, number, member, floats)) return;
 
   const double gradients = SumOfSegments(all, 0, gradient_segments, member);
+  const int64_t end = gradient_segments + weight_segments;
   const bool has_weights = all.count > all.gradients;
-  const double weights = has_weights ? SumOfSegments(all, gradient_segments, total, member) : 0.0;
+  const double weights = has_weights ? SumOfSegments(all, gradient_segments, end, member) : 0.0;
   __shared__ double divisor;
   __shared__ StepDecision decision;
   if (threadIdx.x == 0) {
@@ -129,13 +152,15 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   for (int64_t group = threadIdx.x; group < num_groups; group += kThreads)
     DeriveGroup(decision, floats + RowStart(group));
-  if (norms.of_gradients[0] == nullptr) return;
-  for (int64_t i = threadIdx.x; i < gradient_segments; i += kThreads) {
-    const SegmentPlace place = FindSegment(all, i);
-    const double sum = __ldcg(SumOfSegment(all, place, member));
-    norms.of_gradients[place.workspace][member * all.each[place.workspace].num_segments +
-                                        place.segment] = static_cast<S>(SquareRoot(sum) / divisor);
+  if (by.norms[0] != nullptr) {
+    for (int64_t i = threadIdx.x; i < gradient_segments; i += kThreads) {
+      const SegmentPlace place = FindSegment(all, i);
+      const double sum = __ldcg(SumOfSegment(all, place, member));
+      by.norms[place.workspace][member * all.each[place.workspace].num_segments + place.segment] =
+          static_cast<S>(SquareRoot(sum) / divisor);
+    }
   }
+  if (rule != TrustRule::kNone) WriteRatios(all, rule, gradient_segments, member, floats, by);
 }
 
 template <typename S>
@@ -150,6 +175,17 @@ __global__ void __launch_bounds__(kThreads)
     floats[kUpdateNorm] = floats[kApply] == S(0) ? S(0) : static_cast<S>(SquareRoot(sum));
 }
 
+template <typename S>
+__global__ void __launch_bounds__(kThreads)
+    FinishRatiosKernel(S* floats, int64_t num_groups, const Workspaces all, int64_t segments,
+                       int64_t total, const BySegment<S> by) {
+  const int64_t blocks = total > 0 ? total : 1;
+  const int64_t member = blockIdx.x / blocks, number = blockIdx.x % blocks;
+  floats += member * RowStart(num_groups);
+  if (!FinishSegment(all, total, number, member, floats)) return;
+  WriteRatios(all, TrustRule::kLamb, segments, member, floats, by);
+}
+
 int64_t SegmentsOf(const Workspaces& all, int low, int high) {
   int64_t sum = 0;
   for (int k = low; k < high; ++k) sum += all.each[k].num_segments;
@@ -160,18 +196,33 @@ template <typename S>
 cudaError_t Launch(const FinishOperands& operands, cudaStream_t stream) {
   const Workspaces& all = operands.workspaces;
   const int64_t total = SegmentsOf(all, 0, all.count);
+  const int64_t segments = SegmentsOf(all, 0, all.gradients);
   const int64_t blocks = (total > 0 ? total : 1) * operands.members;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(blocks));
   S* floats = static_cast<S*>(operands.floats);
-  if (operands.ints == nullptr) {
-    FinishUpdateKernel<<<grid, kThreads, 0, stream>>>(floats, operands.num_groups, all, total);
-  } else {
-    Norms<S> norms{};
-    for (int k = 0; k < kMaxArenas; ++k) norms.of_gradients[k] = static_cast<S*>(operands.norms[k]);
-    FinishKernel<<<grid, kThreads, 0, stream>>>(floats, operands.ints, operands.num_groups, all,
-                                                SegmentsOf(all, 0, all.gradients), total, norms);
+  BySegment<S> by{};
+  for (int k = 0; k < kMaxArenas; ++k) {
+    by.norms[k] = static_cast<S*>(operands.norms[k]);
+    by.ratios[k] = static_cast<S*>(operands.ratios[k]);
+    by.groups[k] = operands.groups[k];
+  }
+  switch (operands.kind) {
+    case FinishKind::kGradients: {
+      const auto [low, high] = WeightsOf(all);
+      FinishKernel<<<grid, kThreads, 0, stream>>>(floats, operands.ints, operands.num_groups, all,
+                                                  segments, SegmentsOf(all, low, high), total,
+                                                  operands.trust, by);
+      break;
+    }
+    case FinishKind::kUpdateNorm:
+      FinishUpdateKernel<<<grid, kThreads, 0, stream>>>(floats, operands.num_groups, all, total);
+      break;
+    case FinishKind::kRatios:
+      FinishRatiosKernel<<<grid, kThreads, 0, stream>>>(floats, operands.num_groups, all, segments,
+                                                        total, by);
+      break;
   }
   return cudaPeekAtLastError();
 }
@@ -184,7 +235,8 @@ cudaError_t LaunchFinish(const FinishOperands& operands, cudaStream_t stream) {
 
 cudaError_t PreloadFinish() {
   return PreloadKernels(FinishKernel<float>, FinishKernel<double>, FinishUpdateKernel<float>,
-                        FinishUpdateKernel<double>);
+                        FinishUpdateKernel<double>, FinishRatiosKernel<float>,
+                        FinishRatiosKernel<double>);
 }
 
 }  // namespace jaxrenaissance

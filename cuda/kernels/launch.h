@@ -14,7 +14,7 @@ cudaError_t LaunchUpdate(UpdateKind kind, const Layout& layout, const Floats& fl
                          const UpdateOperands& operands, cudaStream_t stream);
 cudaError_t LaunchUpdateNorms(UpdateKind kind, const Layout& layout, const Floats& floats,
                               const UpdateOperands& operands, const Workspace& workspace,
-                              cudaStream_t stream);
+                              int32_t* of_weights, cudaStream_t stream);
 cudaError_t LaunchUnpack(const Layout& layout, const void* arena, int64_t arena_stride,
                          const std::vector<Leaf>& leaves, cudaStream_t stream);
 cudaError_t LaunchPack(const Layout& layout, const std::vector<Leaf>& leaves, void* arena,

@@ -15,30 +15,45 @@ template <typename T>
 struct Pass {
   const T* gradient;  // null where the gradients are leaves
   int64_t gradient_stride;
-  T* accumulator;  // null where there is none
+  T* accumulator;    // null where there is none
+  const T* weights;  // null where nobody asked for their part
+  int64_t weights_stride;
   int64_t size;
   int32_t* ints;
   int32_t first_leaf;
-  bool flag;           // whether non-finite gradients are looked for
-  int32_t* workspace;  // null where nobody asked for sums
+  bool flag;                      // whether non-finite gradients are looked for
+  int32_t* workspaces[kMaxSums];  // null where nobody asked for sums
   int64_t num_segments;
   int64_t num_partials;
   int64_t workspace_stride;
 };
+
+// What a pass does beside the look at the gradients.
+enum class Extra { kNothing, kAccumulate, kWeights };
 
 __device__ __forceinline__ double PlusSquare(double sum, float x) {
   // The square of a float is exact in float64, so that one rounding is all there is, as in two ops.
   return __fma_rn(static_cast<double>(x), static_cast<double>(x), sum);
 }
 __device__ __forceinline__ double PlusSquare(double sum, double x) { return sum + x * x; }
+__device__ __forceinline__ double PlusProduct(double sum, float x, float y) {
+  return __fma_rn(static_cast<double>(x), static_cast<double>(y), sum);
+}
+__device__ __forceinline__ double PlusProduct(double sum, double x, double y) {
+  return sum + x * y;
+}
 
-template <typename T, bool kFromArena, bool kAccumulate, int kCapacity>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kNormsMinBlocks)
+template <typename T, bool kFromArena, Extra kExtra, int kCapacity>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8              ? 1
+                                            : kExtra == Extra::kWeights ? kTrustNormsMinBlocks
+                                                                        : kNormsMinBlocks)
     NormsKernel(const Pass<T> pass, const __grid_constant__ PartialTable<kCapacity> table) {
+  constexpr bool kAccumulate = kExtra == Extra::kAccumulate;
+  constexpr bool kWeights = kExtra == Extra::kWeights;
   const ChunkPlace place = FindChunk<T>(table);
   const int lane = threadIdx.x % kChunkLanes;
   int32_t* ints = pass.ints + static_cast<int64_t>(place.member) * kInts;
-  double sums[kVector] = {};
+  double sums[kVector] = {}, weights[kVector] = {}, products[kVector] = {};
   bool bad = false;
   const bool is_first = kAccumulate && ints[kMicro] == 0;
 
@@ -47,14 +62,21 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kNormsMinBlocks
     constexpr bool kIsWhole = decltype(is_whole)::value;
     // Some loads go out before the first is used; all of them would take the registers of other
     // blocks.
-    constexpr int kInFlight = sizeof(Element) == 2 ? kNormsInFlight : kNormsInFlight / 2;
+    constexpr int kInFlight =
+        sizeof(Element) == 2 && !kWeights ? kNormsInFlight : kNormsInFlight / 2;
 #pragma unroll
     for (int first = 0; first < kChunkVectors; first += kInFlight) {
       Vector<Element> raw[kInFlight]{};
+      Vector<T> w[kWeights ? kInFlight : 1]{};
 #pragma unroll
       for (int k = 0; k < kInFlight; ++k) {
         const int count = kIsWhole ? kVector : VectorCount(place, first + k);
-        LoadVector(data + ((first + k) * kChunkLanes + lane) * kVector, count, raw[k]);
+        const int64_t within = ((first + k) * kChunkLanes + lane) * kVector;
+        LoadVector(data + within, count, raw[k]);
+        if constexpr (kWeights) {
+          LoadVector(pass.weights + place.member * pass.weights_stride + place.position + within,
+                     count, w[k]);
+        }
       }
 #pragma unroll
       for (int k = 0; k < kInFlight; ++k) {
@@ -79,6 +101,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kNormsMinBlocks
             const auto g = Widen(raw[k].x[i]);
             if constexpr (sizeof(T) == 8) bad |= IsNonFinite(g);
             sums[i] = PlusSquare(sums[i], g);
+            if constexpr (kWeights) {
+              weights[i] = PlusSquare(weights[i], w[k].x[i]);
+              products[i] = PlusProduct(products[i], w[k].x[i], static_cast<T>(g));
+            }
           }
         }
       }
@@ -97,15 +123,21 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kNormsMinBlocks
     WithLeaf<T>(table, place, look_at);
   }
 
+  const auto write = [&](int k, double partial) {
+    if (threadIdx.x != 0 || pass.workspaces[k] == nullptr) return;
+    WritePartial(table, place, partial, pass.num_segments, pass.num_partials,
+                 pass.workspaces[k] + place.member * pass.workspace_stride);
+  };
   const double sum = SumOfPartial(SumOfChunk(sums));
+  write(0, sum);
+  if constexpr (kWeights) {
+    write(1, SumOfPartial(SumOfChunk(weights)));
+    write(2, SumOfPartial(SumOfChunk(products)));
+  }
   // A sum of squares of floats is finite where they all are: no look at each of them.
   bad = __syncthreads_or(bad ||
                          (!kAccumulate && threadIdx.x == 0 && IsNonFinite(sum) && sizeof(T) == 4));
   if (threadIdx.x != 0) return;
-  if (pass.workspace != nullptr) {
-    WritePartial(table, place, sum, pass.num_segments, pass.num_partials,
-                 pass.workspace + place.member * pass.workspace_stride);
-  }
   const int32_t leaf = pass.first_leaf + static_cast<int32_t>(place.tag());
   int32_t* first_bad = ints + kFirstBad;
   if (pass.flag && bad && *static_cast<volatile int32_t*>(first_bad) > leaf)
@@ -114,39 +146,51 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kNormsMinBlocks
 
 template <typename T>
 cudaError_t Launch(const Layout& layout, const NormsOperands& operands, cudaStream_t stream) {
-  const Workspace& workspace = operands.workspace;
+  const Workspace& workspace = operands.workspaces[0];
   const Pass<T> pass = {static_cast<const T*>(operands.gradients.arena),
                         operands.gradients.arena_stride,
                         static_cast<T*>(operands.accumulator),
+                        static_cast<const T*>(operands.weights),
+                        operands.weights_stride,
                         layout.size,
                         operands.ints,
                         operands.first_leaf,
                         operands.flag,
-                        workspace.data,
+                        {workspace.data, operands.workspaces[1].data, operands.workspaces[2].data},
                         workspace.num_segments,
                         workspace.num_partials,
                         workspace.stride};
   return ForEachPartialLaunch<T>(
       layout, operands.gradients.leaves, Tag::kLeaf, [&](dim3 grid, const auto& table) {
-        const auto launch = [&](auto from_arena, auto accumulate) {
-          NormsKernel<T, from_arena, accumulate><<<grid, kThreads, 0, stream>>>(pass, table);
+        const auto launch = [&](auto from_arena, auto extra) {
+          NormsKernel<T, decltype(from_arena)::value, decltype(extra)::value>
+              <<<grid, kThreads, 0, stream>>>(pass, table);
         };
-        const bool accumulate = operands.accumulator != nullptr;
-        if (operands.gradients.from_arena) {
-          accumulate ? launch(std::true_type{}, std::true_type{})
-                     : launch(std::true_type{}, std::false_type{});
-        } else {
-          accumulate ? launch(std::false_type{}, std::true_type{})
-                     : launch(std::false_type{}, std::false_type{});
-        }
+        const auto launch_from = [&](auto from_arena) {
+          if (operands.accumulator != nullptr) {
+            launch(from_arena, std::integral_constant<Extra, Extra::kAccumulate>{});
+          } else if (operands.weights != nullptr) {
+            launch(from_arena, std::integral_constant<Extra, Extra::kWeights>{});
+          } else {
+            launch(from_arena, std::integral_constant<Extra, Extra::kNothing>{});
+          }
+        };
+        operands.gradients.from_arena ? launch_from(std::true_type{})
+                                      : launch_from(std::false_type{});
       });
 }
 
-template <typename T, bool kFromArena, bool kAccumulate>
+template <typename T, bool kFromArena, Extra kExtra>
 cudaError_t PreloadOf() {
-  return PreloadKernels(NormsKernel<T, kFromArena, kAccumulate, kSmallTable>,
-                        NormsKernel<T, kFromArena, kAccumulate, kMediumTable>,
-                        NormsKernel<T, kFromArena, kAccumulate, kLargePartialTable>);
+  return PreloadKernels(NormsKernel<T, kFromArena, kExtra, kSmallTable>,
+                        NormsKernel<T, kFromArena, kExtra, kMediumTable>,
+                        NormsKernel<T, kFromArena, kExtra, kLargePartialTable>);
+}
+
+template <Extra kExtra>
+cudaError_t PreloadAll() {
+  return FirstError({PreloadOf<float, true, kExtra>, PreloadOf<float, false, kExtra>,
+                     PreloadOf<double, true, kExtra>, PreloadOf<double, false, kExtra>});
 }
 
 }  // namespace
@@ -156,13 +200,8 @@ cudaError_t LaunchNorms(const Layout& layout, const NormsOperands& operands, cud
 }
 
 cudaError_t PreloadNorms() {
-  return FirstError({PreloadOf<float, true, false>, PreloadOf<float, false, false>,
-                     PreloadOf<double, true, false>, PreloadOf<double, false, false>});
+  return FirstError({PreloadAll<Extra::kNothing>, PreloadAll<Extra::kWeights>});
 }
-
-cudaError_t PreloadAccumulate() {
-  return FirstError({PreloadOf<float, true, true>, PreloadOf<float, false, true>,
-                     PreloadOf<double, true, true>, PreloadOf<double, false, true>});
-}
+cudaError_t PreloadAccumulate() { return PreloadAll<Extra::kAccumulate>(); }
 
 }  // namespace jaxrenaissance

@@ -63,6 +63,8 @@ cudaError_t WithRule(UpdateKind kind, const F& f) {
       return f(Nesterov{});
     case UpdateKind::kAdam:
       return f(Adam{});
+    case UpdateKind::kLion:
+      return f(Lion{});
   }
   return cudaErrorInvalidValue;
 }

@@ -19,6 +19,7 @@ enum class Tag { kGroup, kLeaf };
 // Segments of one launch, in order, without gaps but for the end of each one's last line.
 template <int kCapacity>
 struct SegmentTable {
+  uint32_t first_segment;  // of all launches
   uint32_t first_tile;
   uint32_t tiles;
   uint32_t bucket_shift;  // tiles a bucket, as a power of two
@@ -154,6 +155,7 @@ bool FillSegments(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag
 template <typename T, int kCapacity>
 bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, int64_t first,
                int64_t count, int64_t tile, SegmentTable<kCapacity>& table) {
+  table.first_segment = static_cast<uint32_t>(first);
   if (!FillSegments<T>(layout, leaves, tag, first, count, table)) return false;
   const Segment* segments = layout.segments + first;
   const bool last_launch = first + count == layout.num_segments;

@@ -25,6 +25,7 @@ constexpr int kStatisticsVectors = 8;
 // blocks with half the vectors 122 and 73.
 constexpr int kNormsMinBlocks = 5;
 constexpr int kNormsInFlight = 8;
+constexpr int kTrustNormsMinBlocks = 3;  // with the weights' part, which has three sums
 
 // Segments a launch: kernel parameters are copied on every launch, so small models take a small
 // table. The largest one stays below the limit of 32,764 bytes for all parameters together.

@@ -9,11 +9,18 @@
 namespace jaxrenaissance {
 namespace {
 
+// Trust ratios, one a segment, or null.
+template <typename S>
+struct Ratios {
+  const S* data;
+  int64_t stride;  // between members
+};
+
 // S is the type of the scalar arena.
 template <typename Rule, typename T, typename S, bool kFromArena, int kCapacity>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kMinBlocks)
     UpdateKernel(const S* floats, int64_t floats_stride, bool gated, const Arenas<T> arenas,
-                 const __grid_constant__ SegmentTable<kCapacity> table) {
+                 const Ratios<S> ratios, const __grid_constant__ SegmentTable<kCapacity> table) {
   const BlockPlace block = FindBlock(table, arenas.members);
   const int64_t position = VectorStart(block.tile);
   if (position >= arenas.size) return;
@@ -42,10 +49,16 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kMinBlocks)
   }
   if (place.count == 0 || header.x[kApply] == S(0)) return;
   const CallScalars<T> call = LoadCall<T>(header.x);
-  const GroupScalars<T> scalars = LoadRow<T>(floats + RowStart(place.tag()));
+  const S* row = floats + RowStart(place.tag());
+  GroupScalars<T> scalars = LoadRow<T>(row);
+  if (ratios.data != nullptr) {
+    const int64_t segment = table.first_segment + place.segment;
+    const S ratio = ratios.data[block.member * ratios.stride + segment];
+    TakeRatio(row, static_cast<T>(ratio), scalars);
+  }
 #pragma unroll
   for (int i = 0; i < kVector; ++i)
-    Rule::Apply(scalars, ScaledGradient(call, g.x[i]), w.x[i], m.x[i], v.x[i]);
+    Apply<Rule>(scalars, ScaledGradient(call, g.x[i]), w.x[i], m.x[i], v.x[i]);
   StoreVector(arenas.weights + offset, place.count, w);
   if (Rule::kMoments > 0) StoreVector(arenas.moments[0] + offset, place.count, m);
   if (Rule::kMoments > 1) StoreVector(arenas.moments[1] + offset, place.count, v);
@@ -61,14 +74,15 @@ cudaError_t Launch(const Layout& layout, const Floats& floats, const UpdateOpera
                    cudaStream_t stream) {
   const Arenas<T> arenas = MakeArenas<T>(layout, operands);
   const S* scalars = static_cast<const S*>(floats.data);
+  const Ratios<S> ratios = {static_cast<const S*>(operands.ratios), operands.ratios_stride};
   const GradientOperands& gradients = operands.gradients;
   return ForEachLaunch<T>(layout, gradients.leaves, Tag::kGroup, [&](dim3 grid, const auto& table) {
     if (gradients.from_arena) {
-      UpdateKernel<Rule, T, S, true>
-          <<<grid, kThreads, 0, stream>>>(scalars, floats.stride, operands.gated, arenas, table);
+      UpdateKernel<Rule, T, S, true><<<grid, kThreads, 0, stream>>>(
+          scalars, floats.stride, operands.gated, arenas, ratios, table);
     } else {
-      UpdateKernel<Rule, T, S, false>
-          <<<grid, kThreads, 0, stream>>>(scalars, floats.stride, operands.gated, arenas, table);
+      UpdateKernel<Rule, T, S, false><<<grid, kThreads, 0, stream>>>(
+          scalars, floats.stride, operands.gated, arenas, ratios, table);
     }
   });
 }

@@ -1,4 +1,5 @@
-// update_norms: how far an update would move the weights, without a write to any of them.
+// update_norms: how far an update would move the weights, without a write to any of them; or, for
+// LAMB's trust ratios, the update before its learning rate, and the weights.
 #include "core/update.h"
 #include "kernels/launch.h"
 #include "kernels/partial_table.cuh"
@@ -12,11 +13,11 @@ namespace {
 template <typename Rule, typename T, typename S, bool kFromArena>
 __global__ void __launch_bounds__(kThreads)
     UpdateNormsKernel(const S* floats, int64_t floats_stride, const Arenas<T> arenas,
-                      const Workspace workspace,
+                      const Workspace workspace, int32_t* of_weights,
                       const __grid_constant__ PartialTable<kLargePartialTable> table) {
   const ChunkPlace place = FindChunk<T>(table);
   const int lane = threadIdx.x % kChunkLanes;
-  double sums[kVector] = {};
+  double sums[kVector] = {}, weights[kVector] = {};
   floats += place.member * floats_stride;
   // Without an update there is nothing to sum, though the partials must be there.
   if (place.left > 0 && floats[kApply] != S(0)) {
@@ -38,8 +39,16 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kVector; ++i) {
           const T before = w.x[i];
           const T g = ScaledGradient(call, static_cast<T>(Widen(raw.x[i])));
-          Rule::Apply(scalars, g, w.x[i], m.x[i], v.x[i]);
-          const double change = static_cast<double>(w.x[i]) - static_cast<double>(before);
+          double change;
+          if (of_weights != nullptr) {
+            change = static_cast<double>(Rule::Direction(scalars, g, before, m.x[i], v.x[i]) +
+                                         scalars.wd * before);
+            const double own = static_cast<double>(before);
+            if (i < count) weights[i] = weights[i] + own * own;
+          } else {
+            Apply<Rule>(scalars, g, w.x[i], m.x[i], v.x[i]);
+            change = static_cast<double>(w.x[i]) - static_cast<double>(before);
+          }
           if (i < count) sums[i] = sums[i] + change * change;
         }
       }
@@ -50,27 +59,29 @@ __global__ void __launch_bounds__(kThreads)
       WithLeaf<T>(table, place, look);
     }
   }
-  const double sum = SumOfPartial(SumOfChunk(sums));
-  if (threadIdx.x == 0) {
-    WritePartial(table, place, sum, workspace.num_segments, workspace.num_partials,
-                 workspace.data + place.member * workspace.stride);
-  }
+  const auto write = [&](int32_t* data, double partial) {
+    if (threadIdx.x != 0) return;
+    WritePartial(table, place, partial, workspace.num_segments, workspace.num_partials,
+                 data + place.member * workspace.stride);
+  };
+  write(workspace.data, SumOfPartial(SumOfChunk(sums)));
+  if (of_weights != nullptr) write(of_weights, SumOfPartial(SumOfChunk(weights)));
 }
 
 template <typename Rule, typename T, typename S>
 cudaError_t Launch(const Layout& layout, const Floats& floats, const UpdateOperands& operands,
-                   const Workspace& workspace, cudaStream_t stream) {
+                   const Workspace& workspace, int32_t* of_weights, cudaStream_t stream) {
   const Arenas<T> arenas = MakeArenas<T>(layout, operands);
   const S* scalars = static_cast<const S*>(floats.data);
   const GradientOperands& gradients = operands.gradients;
   return ForEachPartialLaunch<T, kLargePartialTable>(
       layout, gradients.leaves, Tag::kGroup, [&](dim3 grid, const auto& table) {
         if (gradients.from_arena) {
-          UpdateNormsKernel<Rule, T, S, true>
-              <<<grid, kThreads, 0, stream>>>(scalars, floats.stride, arenas, workspace, table);
+          UpdateNormsKernel<Rule, T, S, true><<<grid, kThreads, 0, stream>>>(
+              scalars, floats.stride, arenas, workspace, of_weights, table);
         } else {
-          UpdateNormsKernel<Rule, T, S, false>
-              <<<grid, kThreads, 0, stream>>>(scalars, floats.stride, arenas, workspace, table);
+          UpdateNormsKernel<Rule, T, S, false><<<grid, kThreads, 0, stream>>>(
+              scalars, floats.stride, arenas, workspace, of_weights, table);
         }
       });
 }
@@ -84,13 +95,13 @@ cudaError_t Preload() {
 
 cudaError_t LaunchUpdateNorms(UpdateKind kind, const Layout& layout, const Floats& floats,
                               const UpdateOperands& operands, const Workspace& workspace,
-                              cudaStream_t stream) {
+                              int32_t* of_weights, cudaStream_t stream) {
   return WithRule(kind, [&](auto rule) {
     using Rule = decltype(rule);
     const auto launch = layout.is_double   ? Launch<Rule, double, double>
                         : floats.is_double ? Launch<Rule, float, double>
                                            : Launch<Rule, float, float>;
-    return launch(layout, floats, operands, workspace, stream);
+    return launch(layout, floats, operands, workspace, of_weights, stream);
   });
 }
 
