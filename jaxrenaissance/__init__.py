@@ -10,6 +10,9 @@ from .loss_scale import StaticLossScale as StaticLossScale
 from .native import BackendUnavailable as BackendUnavailable
 from .optimizers import adam as adam
 from .optimizers import adamw as adamw
+from .optimizers import lamb as lamb
+from .optimizers import lars as lars
+from .optimizers import lion as lion
 from .optimizers import sgd as sgd
 from .packed import Packed as Packed
 from .plan import MemoryPlan as MemoryPlan

@@ -12,10 +12,11 @@ import jax
 
 from . import native
 from .models import MODELS, named_shapes
-from .plan import MemoryPlan, PlanConfig
+from .plan import NO_TRUST, MemoryPlan, PlanConfig
 from .shapes import checkpoint_shapes
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "lars", "lamb", "lion")
+_WITH_TRUST_RATIOS = ("lars", "lamb")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,6 +72,7 @@ def plan(options: argparse.Namespace) -> str:
         shapes,
         trainable=options.trainable,
         stacked=_stacked(options.stacked),
+        trust_ratio_mask=None if options.optimizer in _WITH_TRUST_RATIOS else NO_TRUST,
         shards=options.shards,
     )
     config = PlanConfig.for_kind(options.optimizer, ema=options.ema, accumulator=options.accumulate)
@@ -99,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         "--optimizer",
         choices=OPTIMIZERS,
         default="adamw",
-        help="whose memory to add up (lars, lamb and lion: sizes only, they do not exist yet)",
+        help="whose memory to add up, and whose groups to show",
     )
     command.add_argument("--ema", action="store_true", help="with an average of the weights")
     command.add_argument(

@@ -14,7 +14,9 @@ _FROZEN = "TrainState.create(trainable=…) for frozen leaves"
 # The factory's name in optax → what this package has for it.
 _INSTEAD = {
     "scale_by_adam": "jr.adam or jr.adamw",
-    "trace": "jr.sgd(momentum=…)",
+    "scale_by_lion": "jr.lion",
+    "scale_by_trust_ratio": "jr.lars or jr.lamb",
+    "trace": "momentum= of jr.sgd or jr.lars",
     "add_decayed_weights": "weight_decay= and mask= of jr.adamw, or of jr.sgd with decoupled=False",
     "scale_by_learning_rate": "learning_rate=, a number or a schedule",
     "scale_by_schedule": "learning_rate=, which takes the schedule",
@@ -22,7 +24,7 @@ _INSTEAD = {
     "inject_hyperparams": "the numbers themselves, traced or not, and state.replace_hyperparams",
     "apply_if_finite": "skip_nonfinite=True, the default",
     "zero_nans": "skip_nonfinite=True, the default",
-    "masked": f"mask= for weight decay, groups= with jr.Group, {_FROZEN}",
+    "masked": f"mask= for weight decay, trust_ratio_mask=, groups= with jr.Group, {_FROZEN}",
     "set_to_zero": "TrainState.create(trainable=…)",
     "partition": f"groups= with jr.Group, {_FROZEN}",
     "multi_transform": f"groups= with jr.Group, {_FROZEN}",
@@ -36,6 +38,7 @@ _INSTEAD = {
     "adaptive_grad_clip": _BEFORE,
     "centralize": _BEFORE,
 }
+_OURS = "jr.adamw, jr.adam, jr.sgd, jr.lars, jr.lamb, jr.lion"
 _CONTAINERS = ("chain", "named_chain", "identity", "with_extra_args_support")
 _MAX_DEPTH = 6
 
@@ -47,11 +50,9 @@ def check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, optax.GradientTransformation | optax.MultiSteps):
         raise TypeError(
             "optimizer: TrainState updates in place and takes an optimizer of this package "
-            f"(jr.adamw, jr.adam, jr.sgd), got an optax transformation. Use {_advice(optimizer)}"
+            f"({_OURS}), got an optax transformation. Use {_advice(optimizer)}"
         )
-    raise TypeError(
-        f"optimizer: expected one made by jr.adamw, jr.adam or jr.sgd, got {optimizer!r}"
-    )
+    raise TypeError(f"optimizer: expected one made by {_OURS}; got {optimizer!r}")
 
 
 def _advice(transformation: Any) -> str:
@@ -64,7 +65,7 @@ def _advice(transformation: Any) -> str:
             f"for {', '.join(unknown)}: the same transformation on the gradients, before "
             "apply_gradients; or keep optax's training loop, which takes the jr optimizers too"
         )
-    return "; ".join(parts) or "make the optimizer with jr.adamw, jr.adam or jr.sgd"
+    return "; ".join(parts) or f"one of {_OURS}"
 
 
 def _parts(function: Any, depth: int) -> list[str]:

@@ -14,6 +14,9 @@ Match = str | Region | Sequence[str | Region] | Callable[[str, jax.ShapeDtypeStr
 DECAYS = ("decay", "no decay")
 """Each group has a row of hyperparameters for its leaves with weight decay and one for the rest."""
 
+TRUSTS = ("trust", "no trust")
+"""With trust ratios, twice that: for its leaves that have one, and for the rest."""
+
 
 class Group:
     """Leaves with hyperparameters of their own, for `groups=` of the optimizers.
@@ -41,6 +44,7 @@ class Group:
         scale: a factor ≥ 0 on the optimizer's learning rate; not beside `learning_rate`.
         weight_decay: for all leaves of the group, whatever the optimizer's mask says.
         momentum, b1, b2, eps, eps_root: as in the optimizer.
+        trust_coefficient: LARS's, for all leaves of the group, whatever trust_ratio_mask says.
 
     Raises:
         TypeError: if the name is no string.
@@ -66,6 +70,7 @@ class Group:
         b2: Any = None,
         eps: Any = None,
         eps_root: Any = None,
+        trust_coefficient: Any = None,
     ) -> None:
         values = {
             "learning_rate": learning_rate,
@@ -76,6 +81,7 @@ class Group:
             "b2": b2,
             "eps": eps,
             "eps_root": eps_root,
+            "trust_coefficient": trust_coefficient,
         }
         self.match = tuple(match) if isinstance(match, list) else match
         self.name = _default_name(match) if name is None else name
@@ -116,10 +122,19 @@ def check_groups(groups: Any) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def row_names(groups: Sequence[Group]) -> tuple[str, ...]:
-    """The names of the rows of hyperparameters: row 2 i + d, with i = 0 for ungrouped leaves."""
-    names = [f"{group.name} {row}" for group in groups for row in DECAYS]
-    return (*DECAYS, *names)
+def rows_each(trust: bool) -> int:
+    """How many rows of hyperparameters a group has, with and without trust ratios."""
+    return len(DECAYS) * (len(TRUSTS) if trust else 1)
+
+
+def row_names(groups: Sequence[Group], *, trust: bool) -> tuple[str, ...]:
+    """The names of the rows of hyperparameters.
+
+    Row n i + d, with i = 0 for ungrouped leaves, n `rows_each` and d = 1 where there is no weight
+    decay; with trust ratios plus 2 where a leaf has none.
+    """
+    rows = [f"{decay}, {own}" for own in TRUSTS for decay in DECAYS] if trust else DECAYS
+    return (*rows, *(f"{group.name} {row}" for group in groups for row in rows))
 
 
 def assign(

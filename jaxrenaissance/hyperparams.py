@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import scalars
+from .groups import rows_each
 from .loss_scale import DynamicLossScale, LossScale
 from .spec import Schedule, Spec
 
@@ -68,13 +69,16 @@ _RANGES = {
     "b2": _BETA,
     "eps": _POSITIVE,
     "eps_root": _POSITIVE,
+    "trust_coefficient": Range(with_low=False),
+    "min_norm": _POSITIVE,
+    "max_ratio": _BOUND,
     "max_norm": _BOUND,
     "max_value": _BOUND,
     "ema_decay": _BETA,
     "loss_scale": Range(with_low=False),
 }
 # Rounded to 16 bits .999 becomes 1 and 1e-8 may become 0; learning rates only lose digits.
-_NOT_IN_16_BITS = ("momentum", "b1", "b2", "eps", "eps_root", "ema_decay")
+_NOT_IN_16_BITS = ("momentum", "b1", "b2", "eps", "eps_root", "min_norm", "ema_decay")
 
 
 class Numbers(NamedTuple):
@@ -101,12 +105,14 @@ class Slot(NamedTuple):
         header: whether it is one of the header's.
         complement: whether 1 − value is stored.
         decayed_only: whether leaves without weight decay have 0.
+        trusted_only: whether leaves without a trust ratio have 0.
     """
 
     column: int
     header: bool = False
     complement: bool = False
     decayed_only: bool = False
+    trusted_only: bool = False
 
 
 _SLOTS = {
@@ -117,6 +123,9 @@ _SLOTS = {
     "b2": Slot(scalars.ONE_MINUS_B2, complement=True),
     "eps": Slot(scalars.EPS),
     "eps_root": Slot(scalars.EPS_ROOT),
+    "trust_coefficient": Slot(scalars.TRUST, trusted_only=True),
+    "min_norm": Slot(scalars.MIN_NORM, header=True),
+    "max_ratio": Slot(scalars.MAX_RATIO, header=True),
     "max_norm": Slot(scalars.MAX_NORM, header=True),
     "max_value": Slot(scalars.MAX_VALUE, header=True),
     "ema_decay": Slot(scalars.ONE_MINUS_EMA, header=True, complement=True),
@@ -194,7 +203,22 @@ def initial_floats(
     elif scaling is not None:
         values["loss_scale"] = scaling.scale
         floats[[scalars.MIN_SCALE, scalars.MAX_SCALE]] = 0, np.inf  # A skip is not to move it.
+    _set_trust(spec, floats)
     return write(spec, floats, values, numbers.groups)
+
+
+def _set_trust(spec: Spec, floats: np.ndarray) -> None:
+    """What makes LARS or LAMB of momentum or Adam, and is no hyperparameter."""
+    if spec.trust is None:
+        return
+    own = [i for i, group in enumerate(spec.groups, 1) if "trust_coefficient" in group.names]
+    masks = [_mask(spec, "trust_coefficient", i, floats.size) for i in (0, *own)]
+    table = floats[scalars.HEADER :].reshape(-1, scalars.ROW)
+    trusted = np.any(masks, axis=0)[scalars.HEADER :].reshape(table.shape)[:, scalars.TRUST]
+    if spec.trust == "lamb":
+        table[trusted, scalars.TRUST] = 1
+    else:  # optax keeps the learning rate in the momentum of every leaf.
+        table[trusted | (spec.trust == "lars_optax"), scalars.LR_IN_MOMENT] = 1
 
 
 def initial_ints(numbers: Numbers) -> np.ndarray:
@@ -248,12 +272,14 @@ def _mask(spec: Spec, name: str, number: int, size: int) -> np.ndarray:
         mask[slot.column] = True
         return mask
     for row in range((size - scalars.HEADER) // scalars.ROW):
-        group, undecayed = divmod(row, 2)
-        if number:  # A group's own weight decay is for all of its leaves.
+        group, kind = divmod(row, rows_each(spec.trust is not None))
+        untrusted, undecayed = divmod(kind, 2)
+        if number:  # A group's own weight decay or trust coefficient is for all of its leaves.
             belongs = group == number
         else:
             inherits = group == 0 or name not in spec.groups[group - 1].names
-            belongs = inherits and not (slot.decayed_only and undecayed)
+            left_out = (slot.decayed_only and undecayed) or (slot.trusted_only and untrusted)
+            belongs = inherits and not left_out
         mask[scalars.float_index(row, slot.column)] = belongs
     return mask
 
@@ -365,7 +391,7 @@ def read(spec: Spec, floats: jax.Array) -> dict[str, jax.Array]:
 
 
 def _read(spec: Spec, floats: jax.Array, name: str, number: int) -> jax.Array:
-    slot = _slot(spec, name)
-    index = slot.column if slot.header else scalars.float_index(2 * number, slot.column)
+    slot, row = _slot(spec, name), number * rows_each(spec.trust is not None)
+    index = slot.column if slot.header else scalars.float_index(row, slot.column)
     value = floats[..., index]
     return 1 - value if slot.complement else value

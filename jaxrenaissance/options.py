@@ -57,7 +57,13 @@ class Options(NamedTuple):
 
 
 def resolve(
-    kind: str, update: str, values: Mapping[str, Any], options: Options, *, decoupled: bool
+    kind: str,
+    update: str,
+    values: Mapping[str, Any],
+    options: Options,
+    *,
+    decoupled: bool,
+    trust: str | None,
 ) -> tuple[Spec, Numbers]:
     """What an optimizer is, and its numbers, from a factory's arguments, checked.
 
@@ -67,6 +73,7 @@ def resolve(
         values: its own hyperparameters in the signature's order: numbers or schedules.
         options: the rest.
         decoupled: whether weight decay is.
+        trust: as in `Spec`.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -78,9 +85,6 @@ def resolve(
     ):
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected a bool, got {value!r}")
-    mask = options.mask
-    if isinstance(mask, str) and mask != "weights":
-        raise ValueError(f'mask: expected None, "weights", bools or a function, got {mask!r}')
     if options.ema_debias and options.ema_decay is None:
         raise ValueError("ema_debias: needs an average of the weights, for example ema_decay=0.999")
     _check_loss_scale(options)
@@ -109,6 +113,7 @@ def resolve(
         ema_debias=options.ema_debias,
         accumulate=accumulate is not None,
         metrics=_metrics(options.metrics),
+        trust=trust,
     )
     every = 1 if accumulate is None else int(accumulate.every)
     own = tuple(values for _, values in groups)

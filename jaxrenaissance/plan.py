@@ -12,13 +12,16 @@ import jax.core
 import jax.tree_util as jtu
 import numpy as np
 
-from .groups import Group, assign, check_groups, row_names
+from .groups import Group, assign, check_groups, row_names, rows_each
 from .paths import flatten_bools, is_function, is_int, path_string, select_trained, stacked_axes
 from .regions import BIAS_LIKE, W_REGIONS, MemRange, Region
 from .rules import classify, override
 
 SEGMENT_BYTES = 128
 """Every segment starts on a multiple of this many bytes."""
+
+NO_TRUST = "no trust ratios"
+"""In place of a mask of trust ratios: the optimizer has none."""
 
 Rules = Callable[[str, jax.ShapeDtypeStruct], Region | None]
 Stacked = int | Mapping[str, int] | Callable[[str, jax.ShapeDtypeStruct], int]
@@ -169,7 +172,9 @@ class MemoryPlan:
         trained: whether it is trained, for each leaf of the whole tree.
         arenas: at most two, float32 before float64; only those that hold a leaf.
         groups: names of the sets of leaves that share hyperparameters, with and without weight
-            decay: "decay", "no decay", and two for each of the user's groups.
+            decay: "decay", "no decay", and two for each of the user's groups. Where the optimizer
+            has trust ratios, with and without one: "decay, trust", "no decay, trust", "decay, no
+            trust", "no decay, no trust", and four for each of the user's groups.
     """
 
     leaves: tuple[Leaf, ...]
@@ -186,6 +191,7 @@ class MemoryPlan:
         stacked: Stacked | None = None,
         trainable: Any = None,
         mask: Any = None,
+        trust_ratio_mask: Any = NO_TRUST,
         groups: Sequence[Group] = (),
         shards: int = 1,
     ) -> "MemoryPlan":
@@ -208,6 +214,8 @@ class MemoryPlan:
             mask: which leaves have weight decay. None or "weights": those in weight regions. As in
                 optax, a bool, a tree of bools (or a prefix of one) or a function from the
                 parameters to one decides alone.
+            trust_ratio_mask: which leaves have a trust ratio, as in `mask`, for an optimizer that
+                has them. By default it has none.
             groups: leaves with hyperparameters of their own, as in the optimizers.
             shards: into how many equal parts the arenas can be cut; a multiple of 128 bytes each.
 
@@ -234,16 +242,21 @@ class MemoryPlan:
         decisions = classify(paths, [shape[n:] for shape, n in zip(shapes, axes, strict=True)])
         if rules is not None:
             decisions = override(decisions, rules, paths, given, trained)
-        undecayed = _undecayed(mask, tree, [region for region, _ in decisions])
+        regions = [region for region, _ in decisions]
+        trust = not (isinstance(trust_ratio_mask, str) and trust_ratio_mask == NO_TRUST)
+        row = _left_out("mask", mask, tree, regions)
+        if trust:
+            untrusted = _left_out("trust_ratio_mask", trust_ratio_mask, tree, regions)
+            row = [2 * u + d for u, d in zip(untrusted, row, strict=True)]
 
         chosen = [i for i, is_trained in enumerate(trained) if is_trained]
         numbers = assign(
             groups,
             [paths[i] for i in chosen],
             [given[i] for i in chosen],
-            [decisions[i][0] for i in chosen],
+            [regions[i] for i in chosen],
         )
-        rows = {i: 2 * n + undecayed[i] for i, n in zip(chosen, numbers, strict=True)}
+        rows = {i: rows_each(trust) * n + row[i] for i, n in zip(chosen, numbers, strict=True)}
         position = {i: k for k, i in enumerate(chosen)}
         placed: dict[int, Leaf] = {}
         arenas: list[ArenaLayout] = []
@@ -251,7 +264,7 @@ class MemoryPlan:
             order = [i for i in chosen if arena_dtype(given[i]) == dtype]
             if not order:
                 continue
-            order.sort(key=lambda i: decisions[i][0])  # Stable: in a region as in the tree.
+            order.sort(key=lambda i: regions[i])  # Stable: in a region as in the tree.
             offsets, size, segments = _lay_out(
                 SEGMENT_BYTES // dtype.itemsize,
                 [shapes[i] for i in order],
@@ -263,7 +276,7 @@ class MemoryPlan:
                     path=paths[i],
                     shape=shapes[i],
                     dtype=np.dtype(given[i].dtype),
-                    region=decisions[i][0],
+                    region=regions[i],
                     rule=decisions[i][1],
                     group=rows[i],
                     stacked=axes[i],
@@ -281,7 +294,8 @@ class MemoryPlan:
                 )
             )
         leaves = tuple(placed[i] for i in chosen)
-        return MemoryPlan(leaves, treedef, tuple(trained), tuple(arenas), row_names(groups))
+        names = row_names(groups, trust=trust)
+        return MemoryPlan(leaves, treedef, tuple(trained), tuple(arenas), names)
 
     @property
     def num_groups(self) -> int:
@@ -485,14 +499,15 @@ def _cannot_hold(path: str, leaf: Any, *, selected: bool) -> str:
     )
 
 
-def _undecayed(mask: Any, tree: Any, regions: Sequence[Region]) -> list[int]:
+def _left_out(argument: str, mask: Any, tree: Any, regions: Sequence[Region]) -> list[int]:
+    """1 for each leaf that a mask leaves out."""
     if mask is None or (isinstance(mask, str) and mask == "weights"):
         return [int(region in BIAS_LIKE) for region in regions]
     if is_function(mask):
         mask = mask(tree)
     elif isinstance(mask, str):
-        raise ValueError(f'mask: expected None, "weights", bools or a function, got {mask!r}')
-    return [int(not decays) for decays in flatten_bools(mask, tree, "mask")]
+        raise ValueError(f'{argument}: expected None, "weights", bools or a function, got {mask!r}')
+    return [int(not chosen) for chosen in flatten_bools(mask, tree, argument)]
 
 
 def _round_up(size: int, unit: int) -> int:

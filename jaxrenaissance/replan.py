@@ -41,9 +41,11 @@ def plan_again(
         "trainable": _trainable(old.plan, tree) if trainable is None else trainable,
     }
     if optimizer is None:
+        if old.spec.trust is not None:
+            options["trust_ratio_mask"] = None
         plan = _as_known(MemoryPlan.build(tree, **options), old.plan)
     else:
-        plan = transform.build_plan(tree, optimizer.mask, optimizer.groups, **options)
+        plan = transform.build_plan(tree, optimizer.selection, **options)
     keep = compute_dtype is None
     return Static(
         plan, old.spec, _compute_dtypes(old, plan) if keep else resolve(compute_dtype, plan)

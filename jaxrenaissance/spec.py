@@ -103,6 +103,7 @@ class Spec:
         ema_debias: whether the average of the weights starts at zero and is divided when read.
         accumulate: whether several calls add up to an update.
         metrics: what is measured for `metrics` alone, sorted: names of `METRICS`.
+        trust: whose trust ratios there are: "lars", "lars_optax", "lamb", or None.
     """
 
     kind: str
@@ -116,6 +117,7 @@ class Spec:
     ema_debias: bool = False
     accumulate: bool = False
     metrics: tuple[str, ...] = ()
+    trust: str | None = None
 
     @property
     def ema(self) -> bool:
@@ -130,7 +132,13 @@ class Spec:
     @property
     def norms(self) -> bool:
         """Whether a call computes the gradients' norms."""
-        return "max_norm" in self.names or not {"grad_norm", "leaves"}.isdisjoint(self.metrics)
+        measured = not {"grad_norm", "leaves"}.isdisjoint(self.metrics)
+        return "max_norm" in self.names or measured or self.trust_rule != 0
+
+    @property
+    def trust_rule(self) -> int:
+        """The ratios that come of the gradients' norms, as `ops.finish` numbers them; 0: none."""
+        return {"lars": 1, "lars_optax": 2}.get(self.trust or "", 0)
 
     @property
     def config(self) -> PlanConfig:

@@ -119,8 +119,7 @@ class TrainState:
         params = packed.canonical(params)
         plan = transform.build_plan(
             params,
-            optimizer.mask,
-            optimizer.groups,
+            optimizer.selection,
             rules=rules,
             stacked=stacked,
             trainable=trainable,
@@ -163,8 +162,7 @@ class TrainState:
             shapes = shapes[0]
         plan = transform.build_plan(
             shapes,
-            optimizer.mask,
-            optimizer.groups,
+            optimizer.selection,
             rules=rules,
             stacked=stacked,
             trainable=trainable,

@@ -16,7 +16,7 @@ from .groups import Group
 from .hyperparams import Numbers
 from .options import Options, resolve
 from .paths import is_function
-from .plan import MemoryPlan
+from .plan import NO_TRUST, MemoryPlan
 from .spec import Identity, Spec, fingerprint
 from .step import Buffers, scalar_dtype, step
 
@@ -39,11 +39,35 @@ class State(NamedTuple):
     nu: tuple[jax.Array, ...]
 
 
+class Selection(NamedTuple):
+    """Which leaves have what, as it was given.
+
+    Attributes:
+        mask: which have weight decay.
+        trust_ratio_mask: which have a trust ratio; `plan.NO_TRUST` for an optimizer without.
+        groups: those with hyperparameters of their own.
+    """
+
+    mask: Any
+    trust_ratio_mask: Any
+    groups: tuple[Group, ...]
+
+    def resolved(self, tree: Any) -> "Selection":
+        """With functions of the parameters called; they see these themselves, as in optax."""
+        mask, trust = (mask(tree) if is_function(mask) else mask for mask in self[:2])
+        return Selection(mask, trust, self.groups)
+
+    def key(self) -> Any:
+        """Equal where the same leaves are chosen, in groups of the same names."""
+        groups = tuple((group.name, fingerprint(group.match)) for group in self.groups)
+        return fingerprint(self.mask), fingerprint(self.trust_ratio_mask), groups
+
+
 @jtu.register_static
 class Optimizer(optax.GradientTransformationExtraArgs):
     """An optimizer: for `TrainState`, which updates in place, and for all that take optax's.
 
-    Equal are optimizers of equal spec, mask, groups and numbers. A state keeps the spec in its
+    Equal are optimizers of equal spec, masks, groups and numbers. A state keeps the spec in its
     structure and the numbers in its scalars, so that optimizers which differ in numbers alone share
     every compiled program.
 
@@ -54,25 +78,21 @@ class Optimizer(optax.GradientTransformationExtraArgs):
             of the weights, loss scaling, accumulation, metrics) is an error there.
         spec: kind, structural options and schedules.
         numbers: all that is a number and not scheduled.
-        mask: which leaves have weight decay, as it was given.
-        groups: leaves with hyperparameters of their own.
+        selection: which leaves have weight decay, trust ratios and hyperparameters of their own.
     """
 
     spec: Spec
     numbers: Numbers
-    mask: Any
-    groups: tuple[Group, ...]
+    selection: Selection
 
-    def __new__(
-        cls, spec: Spec, numbers: Numbers, mask: Any, groups: tuple[Group, ...]
-    ) -> "Optimizer":
+    def __new__(cls, spec: Spec, numbers: Numbers, selection: Selection) -> "Optimizer":
         """See `make_optimizer`, which checks."""
         self = super().__new__(
             cls,
-            functools.partial(_init, spec, mask, groups),
-            functools.partial(_update, spec, numbers, mask, groups),
+            functools.partial(_init, spec, selection),
+            functools.partial(_update, spec, numbers, selection),
         )
-        self.spec, self.numbers, self.mask, self.groups = spec, numbers, mask, groups
+        self.spec, self.numbers, self.selection = spec, numbers, selection
         return self
 
     def _key(self) -> Any:
@@ -83,8 +103,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
             for own in (values, *groups)
             for x in own.values()
         ]
-        leaves = fingerprint(self.mask), _fingerprint_groups(self.groups)
-        return self.spec, tuple(numbers), loss_scale, every, leaves
+        return self.spec, tuple(numbers), loss_scale, every, self.selection.key()
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -98,7 +117,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         return hash(self.spec)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.spec, self.numbers, self.mask, self.groups
+        return self.spec, self.numbers, self.selection
 
     def __repr__(self) -> str:
         values = {**self.numbers.values, **dict(self.spec.schedules)}
@@ -107,13 +126,21 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         named = [f"{name}={_shown(values[name])}" for name in self.spec.names]
         if self.spec.accumulate:
             named.append(f"accumulate={Accumulate(self.numbers.every)!r}")
-        if self.groups:
-            named.append(f"groups={list(self.groups)!r}")
+        if self.selection.groups:
+            named.append(f"groups={list(self.selection.groups)!r}")
         return f"{self.spec.kind}({', '.join(named)})"
 
 
 def make_optimizer(
-    kind: str, update: str, values: Mapping[str, Any], options: Options, *, decoupled: bool
+    kind: str,
+    update: str,
+    values: Mapping[str, Any],
+    options: Options,
+    *,
+    decoupled: bool,
+    trust: str | None = None,
+    trust_ratio_mask: Any = NO_TRUST,
+    mask_argument: str = "mask",
 ) -> Optimizer:
     """What every factory ends with: checks the arguments and makes the optimizer.
 
@@ -123,14 +150,31 @@ def make_optimizer(
         values: its own hyperparameters in the signature's order: numbers or schedules.
         options: the arguments that all factories have.
         decoupled: whether weight decay is.
+        trust: whose trust ratios it has, as in `Spec`.
+        trust_ratio_mask: which leaves have one, where any have.
+        mask_argument: what the factory calls the mask of weight decay.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    spec, numbers = resolve(kind, update, values, options, decoupled=decoupled)
+    _check_mask(mask_argument, options.mask)
+    spec, numbers = resolve(kind, update, values, options, decoupled=decoupled, trust=trust)
     if options.mask is None and _may_decay(numbers.values):
-        _note_default_mask()
-    return Optimizer(spec, numbers, options.mask, tuple(options.groups))
+        _note_default_mask("weight decay leaves", mask_argument, "decays every leaf")
+    if trust is not None:
+        _check_mask("trust_ratio_mask", trust_ratio_mask)
+        if trust_ratio_mask is None:
+            _note_default_mask(
+                "trust ratios leave", "trust_ratio_mask", "gives every leaf a trust ratio"
+            )
+    selection = Selection(options.mask, trust_ratio_mask, tuple(options.groups))
+    return Optimizer(spec, numbers, selection)
+
+
+def _check_mask(argument: str, mask: Any) -> None:
+    # A tree is compared with the parameters, later.
+    if isinstance(mask, str) and mask != "weights":
+        raise ValueError(f'{argument}: expected None, "weights", bools or a function, got {mask!r}')
 
 
 def _decays(spec: Spec, numbers: Numbers) -> bool:
@@ -148,10 +192,10 @@ def _may_decay(values: hyperparams.Values) -> bool:
 
 
 @functools.cache
-def _note_default_mask() -> None:
+def _note_default_mask(leaves: str, argument: str, all_of_them: str) -> None:
     logger.warning(
-        "weight decay leaves biases and norm scales alone, unlike optax's default. "
-        'mask="weights" says so explicitly, mask=True decays every leaf as optax does.'
+        f"{leaves} biases and norm scales alone, unlike optax's default. "
+        f'{argument}="weights" says so explicitly, {argument}=True {all_of_them} as optax does.'
     )
 
 
@@ -161,34 +205,28 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
-def build_plan(tree: Any, mask: Any, groups: tuple[Group, ...] = (), **options: Any) -> MemoryPlan:
+def build_plan(tree: Any, selection: Selection, **options: Any) -> MemoryPlan:
     """The plan of a tree of parameters, whose dtypes are those that JAX would give them."""
-    if is_function(mask):
-        mask = mask(tree)  # Sees the parameters themselves, as in optax.
-    return MemoryPlan.build(packed.canonical(tree), mask=mask, groups=groups, **options)
+    chosen = selection.resolved(tree)._asdict()
+    return MemoryPlan.build(packed.canonical(tree), **chosen, **options)
 
 
 _plans: dict[Any, MemoryPlan] = {}
 
 
-def _cached_plan(tree: Any, mask: Any, groups: tuple[Group, ...]) -> MemoryPlan:
-    if is_function(mask):
-        mask = mask(tree)  # it may look at more than shapes, so its answer is part of the key
+def _cached_plan(tree: Any, selection: Selection) -> MemoryPlan:
+    # A function may look at more than shapes, so its answer is part of the key.
+    selection = selection.resolved(tree)
     leaves, treedef = jtu.tree_flatten(packed.canonical(tree))
     avals = tuple((getattr(x, "shape", None), getattr(x, "dtype", type(x))) for x in leaves)
-    key = (treedef, avals, fingerprint(mask), _fingerprint_groups(groups))
+    key = (treedef, avals, selection.key())
     plan = _plans.get(key)
     if plan is None:
-        plan = build_plan(tree, mask, groups)
+        plan = build_plan(tree, selection)
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
         _plans[key] = plan
     return plan
-
-
-def _fingerprint_groups(groups: tuple[Group, ...]) -> Any:
-    """A key that is equal where the same leaves are in groups of the same names."""
-    return tuple((group.name, fingerprint(group.match)) for group in groups)
 
 
 def _refuse_in_place(spec: Spec) -> None:
@@ -207,9 +245,9 @@ def _refuse_in_place(spec: Spec) -> None:
             )
 
 
-def _init(spec: Spec, mask: Any, groups: tuple[Group, ...], params: Any) -> State:
+def _init(spec: Spec, selection: Selection, params: Any) -> State:
     _refuse_in_place(spec)
-    plan = _cached_plan(params, mask, groups)
+    plan = _cached_plan(params, selection)
     moments = [
         tuple(jnp.zeros(arena.size, arena.dtype) for arena in plan.arenas)
         for _ in range(spec.config.moments)
@@ -221,20 +259,20 @@ def _init(spec: Spec, mask: Any, groups: tuple[Group, ...], params: Any) -> Stat
 def _update(
     spec: Spec,
     numbers: Numbers,
-    mask: Any,
-    groups: tuple[Group, ...],
+    selection: Selection,
     updates: Any,
     state: Any,
     params: Any = None,
     **extra_args: Any,
 ) -> tuple[Any, State]:
     _refuse_in_place(spec)
-    decays = _decays(spec, numbers)
-    if params is None and decays:
-        raise ValueError("params: weight decay needs them: update(updates, state, params)")
-    plan = _cached_plan(updates if params is None else params, mask, groups)
+    looks_at_weights = spec.trust is not None or _decays(spec, numbers)
+    if params is None and looks_at_weights:
+        what = "weight decay needs" if spec.trust is None else "trust ratios need"
+        raise ValueError(f"params: {what} them: update(updates, state, params)")
+    plan = _cached_plan(updates if params is None else params, selection)
     gradients = packed.match(plan, packed.canonical(updates), "updates")
-    if decays:
+    if looks_at_weights:
         weights = packed.pack(
             plan, packed.match(plan, packed.canonical(params), "params"), backend=spec.backend
         )

@@ -20,7 +20,10 @@ import jaxrenaissance as jr
         (optax.apply_if_finite(optax.sgd(0.1), 5), ["skip_nonfinite=True"]),
         (optax.masked(optax.sgd(0.1), {"w": True}), ["trainable="]),
         (optax.inject_hyperparams(optax.sgd)(0.1), ["replace_hyperparams"]),
-        (optax.lion(1e-3), ["optax.scale_by_lion: the same transformation"]),
+        (optax.adabelief(1e-3), ["optax.scale_by_belief: the same transformation"]),
+        (optax.lars(0.1), ["optax.scale_by_trust_ratio: jr.lars", "trust_ratio_mask=", "momentum="]),
+        (optax.lamb(1e-3), ["optax.scale_by_trust_ratio: jr.lars or jr.lamb"]),
+        (optax.lion(1e-3), ["optax.scale_by_lion: jr.lion", "optax.add_decayed_weights: weight_d"]),
         (optax.chain(optax.clip(1.0), optax.sgd(0.1)), ["optax.clip: max_value="]),
         (optax.chain(optax.adam(1e-3), optax.ema(0.9)), ["optax.ema: ema_decay="]),
         (

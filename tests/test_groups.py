@@ -323,7 +323,7 @@ def test_the_rows_of_the_scalars_by_hand():
             jr.Group("norm/*", learning_rate=4.0, b1=0.5),
         ],
     )
-    plan = transform.build_plan(SHAPES, optimizer.mask, optimizer.groups)
+    plan = transform.build_plan(SHAPES, optimizer.selection)
     floats = hyperparams.initial_floats(
         optimizer.spec, optimizer.numbers, plan.num_groups, np.dtype("float32")
     )

@@ -38,7 +38,7 @@ def make(name, value, **options):
 
 def plan_of(optimizer):
     shapes = {"a": jax.ShapeDtypeStruct((3,), jnp.float32), "b": jax.ShapeDtypeStruct((2, 2), "f4")}
-    return transform.build_plan(shapes, optimizer.mask, optimizer.groups)
+    return transform.build_plan(shapes, optimizer.selection)
 
 
 def floats_of(optimizer, count=0, dtype=np.float32):
