@@ -251,6 +251,9 @@ GROUPED = {"groups": [jr.Group("a", scale=2.0, b1=lambda count: 0.5)]}
         ({}, {"a": {"b1": 0.5}}, ValueError, "groups: 'a': b1: it follows a schedule"),
         ({}, {"a": {"scale": -1}}, ValueError, "groups: 'a': scale: expected a number finite"),
         ({}, {"a": {"learning_rate": 1}}, ValueError, "groups: 'a': learning_rate: the group 'a'"),
+        ({}, [jr.Group("a", scale=1)], TypeError, 'groups: expected a mapping such as {"group": {'),
+        ({}, {"a": 1.0}, TypeError, 'groups: \'a\': expected a mapping .*"scale": 2.0}, got 1.0'),
+        ({}, {"a": ["scale"]}, TypeError, "groups: 'a': expected a mapping such as"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_set_is_named(values, groups, error, message):
