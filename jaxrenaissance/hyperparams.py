@@ -299,22 +299,29 @@ def replace(
         groups: group → hyperparameter → number.
 
     Raises:
-        TypeError: if a value is not a number.
+        TypeError: if a value is not a number, or groups is no mapping of mappings.
         ValueError: if there is no such hyperparameter or group, it follows a schedule, or the
             number is not allowed.
     """
+    _check_mapping("groups", groups, '{"group": {"scale": 2.0}}')
     numbers = {group.name: i for i, group in enumerate(spec.groups)}
     own: list[Values] = [{} for _ in spec.groups]
     for name, new in groups.items():
         if name not in numbers:
             known = ", ".join(map(repr, numbers)) or "none"
             raise ValueError(f"groups: there is no group {name!r}; the groups are: {known}")
+        _check_mapping(f"groups: {name!r}", new, '{"scale": 2.0}')
         group = spec.groups[numbers[name]]
         own[numbers[name]] = _replacements(
             f"the group {name!r}", group.names, dict(group.schedules), new, f"groups: {name!r}: "
         )
     common = _replacements(spec.kind, spec.names, dict(spec.schedules), values, "")
     return jnp.asarray(write(spec, floats, common, own))
+
+
+def _check_mapping(argument: str, value: Any, example: str) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{argument}: expected a mapping such as {example}, got {value!r}")
 
 
 def _replacements(

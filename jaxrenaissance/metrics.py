@@ -40,8 +40,10 @@ def _by_leaf(plan: MemoryPlan, floats: jax.Array, by_segment: Arenas) -> jax.Arr
     index = np.concatenate([*leaf, np.zeros(0, np.int64)])
     zeros = jnp.zeros((*floats.shape[:-1], len(plan.leaves)), floats.dtype)
     norms = jnp.concatenate([zeros[..., :0], *by_segment], axis=-1)
-    # By the largest of a leaf, so that no square overflows and none is lost.
-    largest = zeros.at[..., index].max(norms)
+    # By the largest of a leaf, so that no square overflows and none is lost. It cancels, and has no
+    # part in a derivative; nor has the root at 0.
+    largest = zeros.at[..., index].max(jax.lax.stop_gradient(norms))
     scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     squares = zeros.at[..., index].add(jnp.square(norms / scale[..., index]))
-    return jnp.sqrt(squares) * scale
+    roots = jnp.sqrt(jnp.where(largest == 0, 1, squares))
+    return jnp.where(largest == 0, 0, roots) * scale

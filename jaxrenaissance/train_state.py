@@ -413,7 +413,7 @@ class TrainState:
             TypeError, ValueError: if there is no such hyperparameter or group, it follows a
                 schedule, or the value is not allowed.
         """
-        floats = hyperparams.replace(self.spec, self.floats, numbers, groups or {})
+        floats = hyperparams.replace(self.spec, self.floats, numbers, {} if groups is None else groups)
         if "loss_scale" not in numbers:
             return dataclasses.replace(self, floats=floats)
         old = self._buffers

@@ -14,6 +14,9 @@ import pytest
 
 from jaxrenaissance import native
 
+# Without this, a GPU multiplies matrices of float32 with fewer bits than the tests compare.
+jax.config.update("jax_default_matmul_precision", "highest")
+
 hypothesis.settings.register_profile(
     # Compiling takes longer than any deadline that would be of use. The examples are the same in
     # every run, so that a change is what makes a test fail.

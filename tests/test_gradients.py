@@ -11,7 +11,7 @@ import jaxrenaissance as jr
 
 
 def optimizer(backend, **options):
-    return jr.adamw(1e-2, mask="weights", backend=backend, **options)
+    return jr.adamw(1e-2, eps=1e-3, mask="weights", backend=backend, **options)
 
 
 def micro_steps(state, xs):

@@ -63,7 +63,7 @@ def slot_of(name, row=0):
 def test_a_number_a_device_scalar_a_traced_value_and_a_schedule_are_the_same(name):
     wanted = np.asarray(floats_of(make(name, VALUE)))
     assert wanted[slot_of(name)] == stored(name, VALUE)
-    committed = jax.device_put(jnp.float32(VALUE), jax.devices()[1])
+    committed = jax.device_put(jnp.float32(VALUE), jax.devices("cpu")[-1])
     for value in (np.float64(VALUE), np.float32(VALUE), jnp.float32(VALUE), committed):
         np.testing.assert_array_equal(floats_of(make(name, value)), wanted)
     for schedule in (lambda count: VALUE, lambda count: jnp.float32(VALUE)):
@@ -152,7 +152,7 @@ def test_replace_sets_one_number_and_nothing_else(name):
     wanted = np.array(before)
     for row in rows:
         wanted[slot_of(name, row)] = stored(name, 0.25)
-    committed = jax.device_put(jnp.float32(0.25), jax.devices()[1])
+    committed = jax.device_put(jnp.float32(0.25), jax.devices("cpu")[-1])
     for value in (0.25, np.float32(0.25), jnp.float32(0.25), committed):
         after = hyperparams.replace(spec, before, {name: value}, {})
         np.testing.assert_array_equal(after, wanted)
@@ -251,6 +251,9 @@ GROUPED = {"groups": [jr.Group("a", scale=2.0, b1=lambda count: 0.5)]}
         ({}, {"a": {"b1": 0.5}}, ValueError, "groups: 'a': b1: it follows a schedule"),
         ({}, {"a": {"scale": -1}}, ValueError, "groups: 'a': scale: expected a number finite"),
         ({}, {"a": {"learning_rate": 1}}, ValueError, "groups: 'a': learning_rate: the group 'a'"),
+        ({}, [jr.Group("a", scale=1)], TypeError, 'groups: expected a mapping such as {"group": {'),
+        ({}, {"a": 1.0}, TypeError, 'groups: \'a\': expected a mapping .*"scale": 2.0}, got 1.0'),
+        ({}, {"a": ["scale"]}, TypeError, "groups: 'a': expected a mapping such as"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_set_is_named(values, groups, error, message):

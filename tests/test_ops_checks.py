@@ -185,6 +185,11 @@ WRONG = {
         {"workspaces": [like(WORDS, dtype=np.float32)]},
         r"workspaces\[0\]: got float32",
     ),
+    "workspace of another backend": (
+        "finish",
+        {"backend": "xla"},
+        rf"workspaces\[0\]: got int32\[{WORDS.shape[0]}\], wanted float32\[{SEGMENTS[0]}\]",
+    ),
     "gradients that have no workspace": ("finish", {"count": 2}, "gradients: got 2, wanted 0 to 1"),
     "factor too few": ("lerp", {"taus": like(TAUS, (1,))}, r"taus: got shape \[1\], wanted \[2\]"),
     "factor of another dtype": ("lerp", {"taus": like(TAUS, dtype=BFLOAT16)}, "taus: got bfloat16"),

@@ -28,7 +28,7 @@ from jax.sharding import AxisType, PartitionSpec
 from states import count_compilations
 from whole_step import assert_whole_step, whole_step, whole_step_operands
 
-from jaxrenaissance import ops, scalars
+from jaxrenaissance import native, ops, scalars
 from jaxrenaissance.workspaces import workspace_size
 
 # Without an empty leaf: JAX 0.11's shard_map on the CPU breaks down over arrays without elements.
@@ -328,6 +328,26 @@ def test_operands_of_a_whole_step_that_are_not_donated_stay(jit, backend):
     jax.tree.map(assert_same_bits, placed, given)
 
 
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_whole_step_without_a_module_is_that_of_the_xla_backend(many, x64, monkeypatch):
+    monkeypatch.setattr(native, "available", lambda platform: False)
+    monkeypatch.setattr(native, "warn_fallback_once", lambda platform: None)
+    with jax.enable_x64(x64):
+        operands = jax.device_put(whole_step_operands(LAYOUT, np.random.default_rng(9)))
+        if many:
+            operands = jax.tree.map(lambda x: jnp.stack([x, x]), operands)
+
+        def run(backend):
+            step = whole_step(LAYOUT, backend)
+            return jax.jit(jax.vmap(step) if many else step)(*operands)
+
+        got, wanted = run("auto"), run("xla")
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
 @native_backends
 def test_a_donated_whole_step_copies_none_of_its_arenas(backend):
     # Without the lerps, whose targets are states that are also results.
@@ -584,9 +604,12 @@ def test_average_bound_sum_and_lerp_are_differentiable_on_the_xla_backend():
 
     # Two micro-batches and a scale of 2: a factor of 1/4, and less where the norm is bounded.
     total = gradient + accumulator
-    norm = np.linalg.norm(to_arena(LAYOUT, to_leaves(LAYOUT, total))) / 4
-    for max_norm, factor in (np.inf, 0.25), (norm / 2, 0.125):
+    counted = to_arena(LAYOUT, to_leaves(LAYOUT, total))  # What the norm is of: no padding.
+    norm = np.linalg.norm(counted)
+    for max_norm, factor in (np.inf, 0.25), (norm / 8, 0.125):
         dg = jax.jit(jax.grad(fn))(jnp.asarray(gradient), np.float32(max_norm))
         # Through the lerp, the average, the rate, the factor; clamped elements have none.
         wanted = cotangent * 0.5 * 0.25 * -0.5 * factor * (np.abs(total * factor) < 1)
+        if max_norm < np.inf:  # And the factor is as 1 / norm, whose derivative is -total / norm^3.
+            wanted = wanted - np.vdot(wanted, total) * counted / norm**2
         assert_close(dg, wanted)

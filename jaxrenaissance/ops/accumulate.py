@@ -8,6 +8,7 @@ import numpy as np
 from .. import scalars
 from ..plan import ArenaLayout
 from ..reference import accumulate as reference
+from ..reference.words import results_in_words
 from ..workspaces import workspace_size
 from .checks import check_arena, check_ints, gradient_operands
 from .primitive import Op
@@ -25,6 +26,7 @@ _accumulate = Op(
     "accumulate",
     result_types=_result_types,
     reference=reference,
+    lowered=results_in_words(reference, 2),
     aliases=lambda **static: {0: 0, 1: 1},
     attributes=lambda *, layout, **static: static,
     merged=False,

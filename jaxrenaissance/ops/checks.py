@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import scalars
 from ..plan import ArenaLayout
-from ..workspaces import least_size
+from ..workspaces import least_size, norm_dtype
 
 FLOAT32_LEAVES = tuple(np.dtype(d) for d in ("float32", jax.numpy.bfloat16, "float16"))
 
@@ -80,14 +80,17 @@ def check_floats(floats: Any, layout: ArenaLayout | None = None) -> None:
         )
 
 
-def check_workspaces(workspaces: Sequence[Any], segments: Sequence[int]) -> None:
-    """Raises unless each workspace is one of an arena with so many segments."""
+def check_workspaces(workspaces: Sequence[Any], segments: Sequence[int], backend: str) -> None:
+    """Raises unless each workspace is one of an arena with so many segments, of this backend."""
     if len(segments) != len(workspaces):
         raise ValueError(
             f"segments: got {len(segments)} counts, wanted one for each of the {len(workspaces)} "
             "workspaces"
         )
     for i, (workspace, count) in enumerate(zip(workspaces, segments, strict=True)):
+        if backend == "xla":
+            check_array(f"workspaces[{i}]", workspace, (count,), (norm_dtype(),))
+            continue
         least, shape = least_size(count), getattr(workspace, "shape", ())
         if len(shape) == 1 and shape[0] >= least and shape[0] % 2 == 0:
             check_array(f"workspaces[{i}]", workspace, shape, (np.dtype("int32"),))

@@ -7,6 +7,7 @@ import numpy as np
 
 from .. import scalars
 from ..reference import finish as reference
+from ..reference.words import operands_in_words
 from .checks import check_floats, check_ints, check_workspaces
 from .primitive import Op
 from .prologue import prologue
@@ -31,6 +32,7 @@ _finish = Op(
     "finish",
     result_types=_result_types,
     reference=reference,
+    lowered=operands_in_words(reference, 2),
     # The workspaces too: blocks that finish together pass sums on in them.
     aliases=lambda *, sizes, **static: {i: i for i in range(2 + len(sizes))},
     attributes=lambda *, segments, gradients, by_segment, **static: {
@@ -77,7 +79,7 @@ def finish(
     """
     check_floats(floats)
     check_ints(ints)
-    check_workspaces(workspaces, segments)
+    check_workspaces(workspaces, segments, backend)
     if not 0 <= gradients <= len(workspaces):
         raise ValueError(f"gradients: got {gradients}, wanted 0 to {len(workspaces)}")
     if not workspaces:  # Without leaves, norms are zero and stay so.

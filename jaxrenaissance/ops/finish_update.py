@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from ..reference import finish_update as reference
+from ..reference.words import operands_in_words
 from .checks import check_floats, check_workspaces
 from .primitive import Op
 
@@ -20,6 +21,7 @@ _finish_update = Op(
     "finish_update",
     result_types=_result_types,
     reference=reference,
+    lowered=operands_in_words(reference, 1),
     aliases=lambda *, sizes, **static: {i: i for i in range(1 + len(sizes))},
     attributes=lambda *, segments, **static: {"segments": segments},
 )
@@ -47,7 +49,7 @@ def finish_update(
       ValueError: an operand has another shape or dtype.
     """
     check_floats(floats)
-    check_workspaces(workspaces, segments)
+    check_workspaces(workspaces, segments, backend)
     if not workspaces:  # Without leaves, nothing moves.
         return floats
     return _finish_update(

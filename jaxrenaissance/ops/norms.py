@@ -8,6 +8,7 @@ import numpy as np
 from .. import scalars
 from ..plan import ArenaLayout
 from ..reference import norms as reference
+from ..reference.words import results_in_words
 from ..workspaces import workspace_size
 from .checks import check_ints, gradient_operands
 from .primitive import Op
@@ -24,6 +25,7 @@ _norms = Op(
     "norms",
     result_types=_result_types,
     reference=reference,
+    lowered=results_in_words(reference, 1),
     aliases=lambda **static: {0: 0},
     attributes=lambda *, layout, **static: static,
     merged=False,
@@ -53,7 +55,8 @@ def norms(
       backend: "auto", "cpu", "cuda" or "xla".
 
     Returns:
-      The counters, and a workspace for `finish`: int32[workspace_size(layout)].
+      The counters, and a workspace for `finish`: int32[workspace_size(layout)], or with "xla" the
+      norms, float64 or without x64 float32 [segments].
 
     Raises:
       ValueError: an operand does not fit the layout.

@@ -29,6 +29,8 @@ class Op:
       name: the op's name; its FFI target is ``jaxrenaissance_<name>_v1``.
       result_types: static parameters -> shapes and dtypes of the results, without batch dimensions.
       reference: the op in jax.numpy, called with the operands and the static parameters.
+      lowered: the reference with the primitive's types, where it has others: what is lowered where
+        there is no native backend.
       aliases: static parameters -> {operand index: result index}, for the buffers updated in place.
       attributes: static parameters -> the handler's attributes: integers, or sequences of them.
       unshared: operands that members of a batch never share, beside those updated in place.
@@ -42,6 +44,7 @@ class Op:
         *,
         result_types: Callable[..., ResultTypes],
         reference: Callable[..., Sequence[jax.Array]],
+        lowered: Callable[..., Sequence[jax.Array]] | None = None,
         aliases: Callable[..., Mapping[int, int]] = lambda **static: {},
         attributes: Callable[..., Mapping[str, int | Sequence[int]]] = lambda **static: {},
         unshared: Collection[int] = (),
@@ -51,6 +54,7 @@ class Op:
         self.target = f"jaxrenaissance_{name}_v1"
         self._result_types = result_types
         self._reference = reference
+        self._lowered = lowered or reference
         self._aliases = aliases
         self._attributes = attributes
         self._unshared = unshared
@@ -154,7 +158,7 @@ class Op:
             )
 
         def reference(*args: jax.Array) -> Sequence[jax.Array]:
-            fn = functools.partial(self._reference, **static)
+            fn = functools.partial(self._lowered, **static)
             for _ in batch:
                 fn = jax.vmap(fn, in_axes=tuple(0 if b else None for b in batched))
             return fn(*args)

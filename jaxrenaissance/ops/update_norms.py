@@ -8,6 +8,7 @@ import numpy as np
 
 from ..plan import ArenaLayout
 from ..reference import update_norms as reference
+from ..reference.words import results_in_words
 from ..workspaces import workspace_size
 from .primitive import Op
 from .update import MOMENTS, update_operands
@@ -21,10 +22,12 @@ def _result_types(
 
 def _op(kind: str) -> Op:
     series = 1 + MOMENTS[kind]
+    own_reference = functools.partial(reference, kind, series)
     return Op(
         f"update_norms_{kind}",
         result_types=_result_types,
-        reference=functools.partial(reference, kind, series),
+        reference=own_reference,
+        lowered=results_in_words(own_reference, 0),
         attributes=lambda *, layout, from_arena: {"from_arena": from_arena},
         # The kernels are those of the update, which has each member's own states.
         unshared=range(1, 1 + series),
@@ -55,7 +58,7 @@ def update_norms(
       backend: "auto", "cpu", "cuda" or "xla".
 
     Returns:
-      A workspace for `finish_update`: int32[workspace_size(layout)].
+      A workspace for `finish_update`, as `norms` has it.
 
     Raises:
       ValueError: an operand does not fit the layout or the kind.

@@ -1,8 +1,8 @@
 """The xla backend: the ops in jax.numpy, over the same arenas.
 
 Differentiable, and what runs without compiled modules. Each function has the signature of the
-primitive it stands for: operands first, then the static parameters. Norms pass through a workspace
-of integers, so a clipping factor counts as a constant in a derivative.
+primitive it stands for: operands first, then the static parameters. In place of a workspace it has
+the norms of the segments, which `words` makes one of where a primitive is lowered.
 """
 
 from .accumulate import accumulate as accumulate

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from .. import scalars
 from ..plan import ArenaLayout
-from .norms import workspace_of
+from .norms import norms_of
 from .packing import to_arena, to_leaves, unpack
 from .statistics import lower_first_bad
 
@@ -20,7 +20,7 @@ def accumulate(
     norms: bool,
     from_arena: bool,
 ) -> list[jax.Array]:
-    """The counters, the sum and, where `norms`, the sum's workspace."""
+    """The counters, the sum and, where `norms`, the norms of the sum's segments."""
     gradient = to_arena(gradients, layout, from_arena)
     first = ints[scalars.MICRO] == 0
     total = jnp.where(first, gradient, accumulator + gradient)
@@ -32,4 +32,4 @@ def accumulate(
         ints = lower_first_bad(ints, masks, first_leaf)
     if not norms:
         return [ints, total]
-    return [ints, total, workspace_of(layout, to_leaves((total,), layout, True))]
+    return [ints, total, norms_of(layout, to_leaves((total,), layout, True))]

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import scalars as s
-from .norms import norm, norms_of
+from .norms import norm
 from .prologue import advance, divisor
 
 
 def finish(
     floats: jax.Array,
     ints: jax.Array,
-    *workspaces: jax.Array,
+    *norms: jax.Array,
     num_floats: int,
     dtype: np.dtype,
     sizes: tuple[int, ...],
@@ -22,8 +22,7 @@ def finish(
     gradients: int,
     by_segment: bool,
 ) -> list[jax.Array]:
-    """The prologue with the norms of the workspaces; then these, and the norms by segment."""
-    norms = [norms_of(x, count) for x, count in zip(workspaces, segments, strict=True)]
+    """The prologue with the norms of all segments; then these, and those to give to the user."""
     divided_by = divisor(floats, ints)
     new_floats, new_ints = advance(floats, ints, _total(norms[:gradients]))
     if norms[gradients:]:
@@ -32,21 +31,20 @@ def finish(
     unscaled = []
     if by_segment:
         unscaled = [(x / divided_by.astype(x.dtype)).astype(dtype) for x in norms[:gradients]]
-    return [new_floats, new_ints, *workspaces, *unscaled]
+    return [new_floats, new_ints, *norms, *unscaled]
 
 
 def finish_update(
     floats: jax.Array,
-    *workspaces: jax.Array,
+    *norms: jax.Array,
     num_floats: int,
     dtype: np.dtype,
     sizes: tuple[int, ...],
     segments: tuple[int, ...],
 ) -> list[jax.Array]:
-    """The scalars with the norm of the update, and the workspaces."""
-    total = _total([norms_of(x, count) for x, count in zip(workspaces, segments, strict=True)])
-    update_norm = jnp.where(floats[s.APPLY] != 0, total.astype(dtype), 0)
-    return [floats.at[s.UPDATE_NORM].set(update_norm), *workspaces]
+    """The scalars with the norm of the update, and the norms of its segments."""
+    update_norm = jnp.where(floats[s.APPLY] != 0, _total(norms).astype(dtype), 0)
+    return [floats.at[s.UPDATE_NORM].set(update_norm), *norms]
 
 
 def _total(norms: Sequence[jax.Array]) -> jax.Array:

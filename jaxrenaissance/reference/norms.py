@@ -1,13 +1,12 @@
-"""norms in jax.numpy, and the workspaces that carry them to `finish`."""
+"""norms in jax.numpy."""
 
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..plan import ArenaLayout
-from ..workspaces import workspace_size
+from ..workspaces import norm_dtype
 from .packing import blocks, to_leaves
 from .statistics import lower_first_bad
 
@@ -20,36 +19,24 @@ def norms(
     flag: bool,
     from_arena: bool,
 ) -> list[jax.Array]:
-    """The counters, with FIRST_BAD lowered where `flag`, and the workspace."""
+    """The counters, with FIRST_BAD lowered where `flag`, and the norms of the segments."""
     leaves = to_leaves(gradients, layout, from_arena)
     if flag:
         ints = lower_first_bad(ints, [~jnp.isfinite(x) for x in leaves], first_leaf)
-    return [ints, workspace_of(layout, leaves)]
+    return [ints, norms_of(layout, leaves)]
 
 
-def workspace_of(layout: ArenaLayout, leaves: Sequence[jax.Array]) -> jax.Array:
-    """The norm of every segment, as the first words of a workspace."""
-    dtype = _dtype()
+def norms_of(layout: ArenaLayout, leaves: Sequence[jax.Array]) -> jax.Array:
+    """The norm of every segment."""
+    dtype = norm_dtype()
     of_blocks = [
         norm(leaves[block.leaf].astype(dtype).reshape(block.slices, block.size))
         for block in blocks(layout)
     ]
-    words = jnp.zeros(0, np.int32)
-    if of_blocks:
-        values = jnp.concatenate(of_blocks)
-        words = jax.lax.bitcast_convert_type(values, np.int32).reshape(-1)
-    return jnp.pad(words, (0, workspace_size(layout) - words.size))
+    return jnp.concatenate(of_blocks) if of_blocks else jnp.zeros(0, dtype)
 
 
-def norms_of(workspace: jax.Array, segments: int) -> jax.Array:
-    """The norms that `workspace_of` has written, one a segment."""
-    dtype = _dtype()
-    words = workspace[: segments * (dtype.itemsize // 4)]
-    if dtype == np.float64:
-        words = words.reshape(segments, 2)
-    return jax.lax.bitcast_convert_type(words, dtype)
-
-
+@jax.custom_jvp
 def norm(x: jax.Array) -> jax.Array:
     """The norm over the last axis: no square overflows, none is lost in underflow."""
     # XLA may divide by multiplying with the reciprocal, which is not to be subnormal.
@@ -58,6 +45,12 @@ def norm(x: jax.Array) -> jax.Array:
     return scale * jnp.sqrt(jnp.sum(jnp.square(x / scale[..., None]), axis=-1))
 
 
-def _dtype() -> np.dtype:
-    # Whatever dtypes the arenas have: all norms of a state are added up.
-    return np.dtype(jax.dtypes.canonicalize_dtype(np.float64))
+@norm.defjvp
+def _norm_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = primals, tangents
+    value = norm(x)
+    # The derivative is x / norm, and 0 where all is zero. A norm that is not finite belongs to a
+    # call that is skipped: a NaN would outlast being multiplied by that call's 0.
+    regular = ((value > 0) & jnp.isfinite(value))[..., None]
+    unit = jnp.where(regular, x / jnp.where(regular, value[..., None], 1), 0)
+    return value, jnp.sum(unit * dx, axis=-1)

@@ -73,7 +73,10 @@ def _gradient_factor(
     if norm is not None:
         norm = norm / divided_by.astype(norm.dtype)
         max_norm = floats[s.MAX_NORM].astype(norm.dtype)
-        clip = jnp.where(norm > max_norm, max_norm / norm, 1).astype(floats.dtype)
+        # Both replaced, rather than the quotient, of which a derivative may be 0/0 or inf/inf.
+        clipped = norm > max_norm
+        clip = jnp.where(clipped, max_norm, 1) / jnp.where(clipped, norm, 1)
+        clip = clip.astype(floats.dtype)
         new = {
             s.GRAD_FACTOR: clip / divided_by,
             s.GRAD_NORM: norm.astype(floats.dtype),
@@ -109,7 +112,12 @@ def _derived(groups: jax.Array, t: jax.Array) -> jax.Array:
 
 def _bias_correction(one_minus_beta: jax.Array, t: jax.Array) -> jax.Array:
     # 1 - b^t without float64: b^t = exp(t log1p(-(1 - b))), and expm1 keeps what is near zero.
-    # Where there is no b, 1 - b is zero, and so is the correction's exponent.
-    none = one_minus_beta == 0
-    powers = t.astype(one_minus_beta.dtype) * jnp.log1p(-one_minus_beta)
-    return jnp.where(none, 1, -1 / jnp.expm1(jnp.where(none, -1, powers)))
+    # Where there is no b, 1 - b is zero, and so is the correction's exponent. A small b is taken to
+    # its power as it is, for log(0) has no derivative.
+    none, small = one_minus_beta == 0, one_minus_beta > 0.5
+    powers = t.astype(one_minus_beta.dtype) * jnp.log1p(-jnp.where(small, 0.5, one_minus_beta))
+    by_power = 1 - jax.lax.pow(
+        jnp.where(small, 1 - one_minus_beta, 0), jnp.broadcast_to(t, none.shape)
+    )
+    rest = jnp.where(small, by_power, -jnp.expm1(jnp.where(none, -1, powers)))
+    return jnp.where(none, 1, 1 / rest)

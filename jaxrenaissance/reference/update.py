@@ -9,7 +9,7 @@ from .. import scalars as s
 from ..plan import ArenaLayout
 from .groups import runs
 from .lerp import towards
-from .norms import workspace_of
+from .norms import norms_of
 from .packing import to_arena, to_leaves
 
 
@@ -47,11 +47,11 @@ def update_norms(
     layout: ArenaLayout,
     from_arena: bool,
 ) -> list[jax.Array]:
-    """The workspace of what an update adds to the weights."""
+    """The norms, by segment, of what an update adds to the weights."""
     states, gradients = operands[:series], operands[series:]
     gradient = to_arena(gradients, layout, from_arena)
     difference = _step(kind, layout, floats, states, gradient)[0] - states[0]
-    return [workspace_of(layout, to_leaves((difference,), layout, True))]
+    return [norms_of(layout, to_leaves((difference,), layout, True))]
 
 
 def _step(
@@ -63,6 +63,8 @@ def _step(
 ) -> list[jax.Array]:
     values = floats.astype(layout.dtype)
     bound = values[s.MAX_VALUE]
+    # What is not finite would reach the derivatives of a call that is skipped, as 0 times NaN.
+    gradient = jnp.where(values[s.APPLY] != 0, gradient, 0)
     gradient = jnp.clip(gradient * values[s.GRAD_FACTOR], -bound, bound)
     pieces: list[list[jax.Array]] = [[] for _ in states]
     for low, high, group in runs(layout):
@@ -101,7 +103,10 @@ def _adam(
     omb1, omb2 = row[s.ONE_MINUS_B1], row[s.ONE_MINUS_B2]
     m = (1 - omb1) * m + omb1 * g
     v = (1 - omb2) * v + omb2 * (g * g)
-    denominator = jnp.sqrt(v * row[s.C2] + row[s.EPS_ROOT]) + row[s.EPS]
+    squared = v * row[s.C2] + row[s.EPS_ROOT]
+    # Where the derivative of the root has no bound, that of the update is due to m alone.
+    still = squared == 0
+    denominator = jnp.where(still, 0, jnp.sqrt(jnp.where(still, 1, squared))) + row[s.EPS]
     # eps = 0 and a gradient that has always been zero: no update, rather than 0/0.
     unmoved = (m == 0) & (denominator == 0)
     u = jnp.where(unmoved, 0, m * row[s.C1]) / jnp.where(unmoved, 1, denominator)
