@@ -21,7 +21,10 @@ import jaxrenaissance as jr
         (optax.masked(optax.sgd(0.1), {"w": True}), ["trainable="]),
         (optax.inject_hyperparams(optax.sgd)(0.1), ["replace_hyperparams"]),
         (optax.adabelief(1e-3), ["optax.scale_by_belief: the same transformation"]),
-        (optax.lars(0.1), ["optax.scale_by_trust_ratio: jr.lars", "trust_ratio_mask=", "momentum="]),
+        (
+            optax.lars(0.1),
+            ["optax.scale_by_trust_ratio: jr.lars", "trust_ratio_mask=", "momentum="],
+        ),
         (optax.lamb(1e-3), ["optax.scale_by_trust_ratio: jr.lars or jr.lamb"]),
         (optax.lion(1e-3), ["optax.scale_by_lion: jr.lion", "optax.add_decayed_weights: weight_d"]),
         (optax.chain(optax.clip(1.0), optax.sgd(0.1)), ["optax.clip: max_value="]),

@@ -89,6 +89,23 @@ def test_rows_are_in_order_and_the_mask_still_says_which_leaves_are_decayed():
             assert row == plan.leaves[arena.leaves[leaf]].group
 
 
+def test_rows_of_an_optimizer_with_trust_ratios():
+    groups = [jr.Group("head/*", name="top", scale=2)]
+    mask = {"conv": True, "embedding": False, "head": True, "norm": False}
+    plan = MemoryPlan.build(SHAPES, groups=groups, mask=mask, trust_ratio_mask=None)
+    names = ("decay, trust", "no decay, trust", "decay, no trust", "no decay, no trust")
+    assert plan.groups == (*names, *(f"top {name}" for name in names))
+    assert {leaf.path: leaf.group for leaf in plan.leaves} == {
+        "conv/bias": 2,
+        "conv/kernel": 0,
+        "embedding": 1,
+        "head/bias": 6,
+        "head/kernel": 4,
+        "norm/bias": 3,
+        "norm/scale": 3,
+    }
+
+
 def test_the_table_shows_the_groups():
     text = str(MemoryPlan.build(SHAPES, groups=[jr.Group("head/*", name="top", scale=2)]))
     line = next(line for line in text.splitlines() if line.startswith("head/bias"))
@@ -189,6 +206,8 @@ def test_a_group_that_makes_no_sense_is_refused_when_it_is_made():
         (jr.sgd, {"b1": 0.5}, "groups: 'a' has b1, and sgd has no such hyperparameter"),
         (jr.sgd, {"momentum": 0.5}, "groups: 'a' has momentum, and sgd has no such"),
         (jr.adamw, {"momentum": 0.5}, "groups: 'a' has momentum, and adamw has no such"),
+        (jr.lamb, {"trust_coefficient": 0.5}, "groups: 'a' has trust_coefficient, and lamb has no"),
+        (jr.lars, {"trust_coefficient": 0.0}, "groups: 'a': trust_coefficient: expected a number"),
         (jr.adamw, {"scale": -1.0}, "groups: 'a': scale: expected a number finite and ≥ 0"),
         (jr.adamw, {"b2": 1.0}, r"groups: 'a': b2: expected a number in \[0, 1\)"),
         (jr.adamw, {"eps": jnp.bfloat16(1e-8)}, "groups: 'a': eps: a bfloat16 was rounded"),
@@ -312,6 +331,15 @@ def test_all_groups_are_one_update():
     assert updates([jr.Group("head/*", scale=2), jr.Group("norm/*", b1=0.5)]) == updates([])
 
 
+def rows_of(optimizer):
+    """The header, and the rows of the hyperparameters."""
+    plan = transform.build_plan(SHAPES, optimizer.selection)
+    floats = hyperparams.initial_floats(
+        optimizer.spec, optimizer.numbers, plan.num_groups, np.dtype("float32")
+    )
+    return floats[: scalars.HEADER], floats[scalars.HEADER :].reshape(-1, scalars.ROW)
+
+
 def test_the_rows_of_the_scalars_by_hand():
     optimizer = jr.adamw(
         0.5,
@@ -323,16 +351,82 @@ def test_the_rows_of_the_scalars_by_hand():
             jr.Group("norm/*", learning_rate=4.0, b1=0.5),
         ],
     )
-    plan = transform.build_plan(SHAPES, optimizer.selection)
-    floats = hyperparams.initial_floats(
-        optimizer.spec, optimizer.numbers, plan.num_groups, np.dtype("float32")
-    )
-    rows = floats[scalars.HEADER :].reshape(6, scalars.ROW)
+    _, rows = rows_of(optimizer)
+    assert rows.shape == (6, scalars.ROW)
     assert rows[:, scalars.LEARNING_RATE].tolist() == [0.5, 0.5, 0.5, 0.5, 4.0, 4.0]
     assert rows[:, scalars.LR_SCALE].tolist() == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0]
     assert rows[:, scalars.WEIGHT_DECAY].tolist() == [0.125, 0.0, 0.25, 0.25, 0.125, 0.0]
     assert rows[:, scalars.ONE_MINUS_B1].tolist() == [0.25, 0.25, 0.25, 0.25, 0.5, 0.5]
     assert not rows[:, scalars.L2].any()
+    assert not rows[:, [scalars.TRUST, scalars.LR_IN_MOMENT]].any()
+
+
+@pytest.mark.parametrize("optax_form", [False, True])
+def test_the_rows_of_lars_by_hand(optax_form):
+    optimizer = jr.lars(
+        0.5,
+        0.125,
+        trust_coefficient=0.25,
+        eps=0.5,
+        groups=[
+            jr.Group("head/*", trust_coefficient=0.75, weight_decay=0.25),
+            jr.Group("norm/*", scale=2, momentum=0.5),
+        ],
+        optax_form=optax_form,
+    )
+    _, rows = rows_of(optimizer)
+    assert rows.shape == (12, scalars.ROW)
+    # Decayed or not with a trust ratio, then the same without, for each group.
+    assert rows[:, scalars.TRUST].reshape(3, 4).tolist() == [
+        [0.25, 0.25, 0, 0],
+        [0.75, 0.75, 0.75, 0.75],
+        [0.25, 0.25, 0, 0],
+    ]
+    in_moment = [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
+    assert rows[:, scalars.LR_IN_MOMENT].reshape(3, 4).tolist() == (
+        [[1, 1, 1, 1]] * 3 if optax_form else in_moment
+    )
+    assert rows[:, scalars.L2].reshape(3, 4).tolist() == [
+        [0.125, 0, 0.125, 0],
+        [0.25, 0.25, 0.25, 0.25],
+        [0.125, 0, 0.125, 0],
+    ]
+    assert rows[::4, scalars.MOMENTUM].tolist() == [np.float32(0.9), np.float32(0.9), 0.5]
+    assert rows[::4, scalars.LR_SCALE].tolist() == [1, 1, 2]
+    assert (rows[:, scalars.EPS] == 0.5).all()
+    assert not rows[:, scalars.WEIGHT_DECAY].any()
+
+
+def test_the_rows_of_lamb_and_lion_by_hand():
+    numbers = {"b1": 0.75, "b2": 0.5, "weight_decay": 0.125}
+    groups = [jr.Group("head/*", weight_decay=0.25)]
+    _, rows = rows_of(jr.lamb(0.5, **numbers, groups=groups))
+    assert rows[:, scalars.TRUST].tolist() == [1, 1, 0, 0] * 2
+    assert rows[:, scalars.WEIGHT_DECAY].tolist() == [0.125, 0, 0.125, 0, *[0.25] * 4]
+    assert (rows[:, scalars.ONE_MINUS_B1] == 0.25).all()
+    assert (rows[:, scalars.EPS] == np.float32(1e-6)).all()
+    assert not rows[:, [scalars.L2, scalars.LR_IN_MOMENT]].any()
+    _, rows = rows_of(jr.lion(0.5, **numbers, groups=groups))
+    assert rows[:, scalars.WEIGHT_DECAY].tolist() == [0.125, 0, 0.25, 0.25]
+    assert (rows[:, scalars.ONE_MINUS_B1] == 0.25).all()
+    assert (rows[:, scalars.ONE_MINUS_B2] == 0.5).all()
+    assert not rows[:, [scalars.L2, scalars.TRUST, scalars.LR_IN_MOMENT]].any()
+
+
+def test_a_trust_coefficient_is_set_where_there_is_a_trust_ratio():
+    optimizer = jr.lars(
+        0.5,
+        trust_coefficient=lambda count: 0.5 / 2**count,
+        groups=[jr.Group("head/*", trust_coefficient=0.75)],
+    )
+    header, rows = rows_of(optimizer)
+    floats = jnp.concatenate([header, rows.reshape(-1)])
+    for count, value in ((0, 0.5), (2, 0.125)):
+        after = hyperparams.follow_schedules(optimizer.spec, floats, jnp.int32(count))
+        trust = after[scalars.HEADER :].reshape(-1, scalars.ROW)[:, scalars.TRUST]
+        assert trust.tolist() == [value, value, 0, 0, *[0.75] * 4]
+    after = hyperparams.replace(optimizer.spec, floats, {}, {"head/*": {"trust_coefficient": 0.5}})
+    assert hyperparams.read(optimizer.spec, after)["head/*/trust_coefficient"] == 0.5
 
 
 def test_numbers_of_groups_are_no_part_of_the_spec_and_their_structure_is():

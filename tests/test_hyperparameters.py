@@ -20,6 +20,9 @@ PARAMETERS = {
     "b2": ({}, scalars.ONE_MINUS_B2, False, True),
     "eps": ({}, scalars.EPS, False, False),
     "eps_root": ({}, scalars.EPS_ROOT, False, False),
+    "trust_coefficient": ({}, scalars.TRUST, False, False),
+    "min_norm": ({}, scalars.MIN_NORM, True, False),
+    "max_ratio": ({}, scalars.MAX_RATIO, True, False),
     "max_norm": ({}, scalars.MAX_NORM, True, False),
     "max_value": ({}, scalars.MAX_VALUE, True, False),
     "ema_decay": ({}, scalars.ONE_MINUS_EMA, True, True),
@@ -32,8 +35,12 @@ VALUE = 0.9990000128746033  # A float32, so that device scalars say the same.
 
 
 def make(name, value, **options):
-    factory = jr.sgd if name == "momentum" else jr.adamw
-    return factory(**{"learning_rate": 0.5, "mask": True, "backend": "xla", name: value, **options})
+    factory, masks = jr.adamw, {"mask": True}
+    if name == "momentum":
+        factory = jr.sgd
+    elif name in ("trust_coefficient", "min_norm", "max_ratio"):
+        factory, masks = jr.lars, {"weight_decay_mask": True, "trust_ratio_mask": True}
+    return factory(**{"learning_rate": 0.5, "backend": "xla", **masks, name: value, **options})
 
 
 def plan_of(optimizer):
@@ -91,7 +98,8 @@ def test_a_group_has_a_schedule_and_numbers_of_its_own(name):
     optimizer = make(name, 0.25, groups=groups)
     for count in (0, 1):
         floats = floats_of(optimizer, count)
-        for row, value in ((0, 0.25), (2, 0.5 / 2**count), (3, 0.5 / 2**count), (4, 0.125)):
+        own, a = plan_of(optimizer).num_groups // 3, 0.5 / 2**count
+        for row, value in ((0, 0.25), (own, a), (2 * own - 1, a), (2 * own, 0.125)):
             assert floats[slot_of(name, row)] == stored(name, value)
     read = hyperparams.read(optimizer.spec, floats_of(optimizer, 1))
     assert {key: float(value) for key, value in read.items() if key.endswith(name)} == {
@@ -114,6 +122,20 @@ def test_what_is_not_given_bounds_and_scales_nothing():
     assert floats[scalars.LOSS_SCALE] == floats[scalars.GROWTH] == floats[scalars.BACKOFF] == 1
     ints = hyperparams.initial_ints(jr.adamw(0.1).numbers)
     np.testing.assert_array_equal(ints, scalars.initial_ints())
+
+
+def test_what_bounds_the_norms_and_the_ratios():
+    def bounds(optimizer):
+        return floats_of(optimizer)[np.array([scalars.MIN_NORM, scalars.MAX_RATIO])].tolist()
+
+    given = {"min_norm": 0.5, "max_ratio": 8.0}
+    assert bounds(jr.lars(0.1)) == [np.float32(1e-12), 100]
+    assert bounds(jr.lars(0.1, optax_form=True)) == [0, np.inf]
+    assert bounds(jr.lars(0.1, **given)) == bounds(jr.lars(0.1, **given, optax_form=True))
+    assert bounds(jr.lars(0.1, **given)) == [0.5, 8]
+    assert bounds(jr.lars(0.1, max_ratio=np.inf)) == [np.float32(1e-12), np.inf]
+    assert bounds(jr.lamb(0.1)) == bounds(jr.lamb(0.1, max_ratio=np.inf)) == [0, np.inf]
+    assert bounds(jr.lamb(0.1, max_ratio=10)) == [0, 10]
 
 
 def test_loss_scale_and_accumulation_become_scalars():
@@ -273,6 +295,9 @@ OUT_OF_RANGE = {
     "b2": (1.0, 1.5),
     "eps": (-1e-8, np.inf),
     "eps_root": (-1e-8, -np.inf),
+    "trust_coefficient": (0.0, -0.001, np.inf),
+    "min_norm": (-1e-12, np.inf),
+    "max_ratio": (0.0, -1.0, np.nan),
     "max_norm": (0.0, -1.0, np.nan),
     "max_value": (0.0, -1.0, np.nan),
     "ema_decay": (-0.1, 1.0),
@@ -291,12 +316,14 @@ def test_numbers_out_of_range_are_errors_wherever_they_come_from(name, value):
         floats_of(make(name, lambda count: value))
 
 
-@pytest.mark.parametrize("name", ["max_norm", "max_value"])
+@pytest.mark.parametrize("name", ["max_norm", "max_value", "max_ratio"])
 def test_an_infinite_bound_bounds_nothing(name):
     assert floats_of(make(name, np.inf))[slot_of(name)] == np.inf
 
 
-@pytest.mark.parametrize("name", ["momentum", "b1", "b2", "eps", "eps_root", "ema_decay"])
+@pytest.mark.parametrize(
+    "name", ["momentum", "b1", "b2", "eps", "eps_root", "min_norm", "ema_decay"]
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bits_are_refused_where_they_change_the_meaning(name, dtype):
     message = f"^{name}.*: a {jnp.dtype(dtype).name} was rounded already"
@@ -309,7 +336,10 @@ def test_sixteen_bits_are_refused_where_they_change_the_meaning(name, dtype):
         floats_of(make(name, lambda count: jnp.asarray(0.5, dtype)))
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "max_norm", "max_value"])
+@pytest.mark.parametrize(
+    "name",
+    ["learning_rate", "weight_decay", "max_norm", "max_value", "trust_coefficient", "max_ratio"],
+)
 def test_sixteen_bits_are_taken_where_they_only_lose_digits(name):
     assert floats_of(make(name, jnp.bfloat16(0.5)))[slot_of(name)] == 0.5
     assert floats_of(make(name, lambda count: jnp.bfloat16(0.5)))[slot_of(name)] == 0.5
@@ -446,6 +476,9 @@ def test_metrics_are_a_set_of_names():
     assert jr.adamw(0.1, metrics="leaves").spec.norms
     assert jr.adamw(0.1, max_norm=1.0).spec.norms
     assert not jr.adamw(0.1, metrics=["param_norm", "update_norm"]).spec.norms
+    # LARS has them anyway; LAMB's are of what the moments give.
+    assert jr.lars(0.1).spec.norms
+    assert not jr.lamb(0.1).spec.norms
 
 
 def test_a_spec_says_which_series_a_state_needs():
@@ -455,3 +488,5 @@ def test_a_spec_says_which_series_a_state_needs():
     assert (config.moments, config.ema, config.accumulator) == (2, True, True)
     assert plan.total_bytes(config) == 5 * 128
     assert jr.sgd(0.1).spec.config.series == 1
+    moments = [f(0.1).spec.config.moments for f in (jr.lars, jr.lamb, jr.lion)]
+    assert moments == [1, 2, 1]

@@ -193,9 +193,30 @@ def test_one_log_message_says_that_decay_leaves_biases_alone(caplog):
     assert 'mask="weights"' in caplog.text
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_one_log_message_says_that_trust_ratios_leave_biases_alone(caplog):
+    transform._note_default_mask.cache_clear()
+    masks = {"weight_decay_mask": "weights", "trust_ratio_mask": "weights"}
+    with caplog.at_level(logging.DEBUG, "jaxrenaissance"):
+        jr.lars(0.1, weight_decay=0.1, **masks)
+        jr.lamb(0.1, weight_decay=0.1, mask=True, trust_ratio_mask=False)
+        assert not caplog.records
+        jr.lars(0.1)
+        jr.lamb(0.1)
+        assert len(caplog.records) == 1
+        assert 'trust_ratio_mask="weights"' in caplog.text
+        jr.lars(0.1, weight_decay=0.1)
+    assert len(caplog.records) == 2
+    assert 'weight_decay_mask="weights"' in caplog.text
+
+
+# LARS's masks are None where optax's are True.
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lars", "lamb", "lion"])
 def test_signature_starts_with_that_of_optax(name):
     ours = inspect.signature(getattr(jr, name)).parameters
+    ours = {
+        key: p.replace(default=True) if name == "lars" and key.endswith("_mask") else p
+        for key, p in ours.items()
+    }
     for mine, theirs in zip(
         ours.values(), inspect.signature(getattr(optax, name)).parameters.values(), strict=False
     ):
@@ -352,6 +373,36 @@ def test_bad_options_of_sgd_name_the_argument():
         jr.sgd(0.1, decoupled=None)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"nesterov": 1}, TypeError, "nesterov: expected a bool, got 1"),
+        ({"optax_form": None}, TypeError, "optax_form: expected a bool, got None"),
+        ({"momentum": None}, TypeError, "momentum: expected a number or a schedule"),
+        ({"momentum": 1.5}, ValueError, r"momentum: expected a number in \[0, 1\]"),
+        ({"trust_coefficient": 0.0}, ValueError, "trust_coefficient: expected a number finite and"),
+        ({"min_norm": -1.0}, ValueError, "min_norm: expected a number finite and ≥ 0"),
+        ({"max_ratio": 0.0}, ValueError, "max_ratio: expected a number > 0"),
+        ({"weight_decay_mask": "all"}, ValueError, 'weight_decay_mask: expected None, "weights"'),
+        ({"trust_ratio_mask": "all"}, ValueError, 'trust_ratio_mask: expected None, "weights"'),
+    ],
+)
+def test_bad_options_of_lars_name_the_argument(arguments, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        jr.lars(**{"learning_rate": 0.1, **arguments})
+
+
+def test_bad_options_of_lamb_and_lion_name_the_argument():
+    with pytest.raises(ValueError, match=r"^max_ratio: expected a number > 0"):
+        jr.lamb(0.1, max_ratio=-1.0)
+    with pytest.raises(ValueError, match=r"^trust_ratio_mask: expected None"):
+        jr.lamb(0.1, trust_ratio_mask="all")
+    with pytest.raises(ValueError, match=r"^mask: expected None"):
+        jr.lion(0.1, mask="all")
+    with pytest.raises(ValueError, match=r"mu_dtype: .*moments are kept in float32"):
+        jr.lion(0.1, mu_dtype=jnp.bfloat16)
+
+
 @pytest.mark.parametrize("option", ["ema", "clip_norm", "scale_loss"])
 def test_options_that_do_not_exist_are_refused(option):
     with pytest.raises(TypeError, match=option):
@@ -359,7 +410,8 @@ def test_options_that_do_not_exist_are_refused(option):
 
 
 def test_all_factories_have_the_same_options_after_their_own():
-    signatures = [inspect.signature(f).parameters for f in (jr.sgd, jr.adam, jr.adamw)]
+    factories = (jr.sgd, jr.adam, jr.adamw, jr.lars, jr.lamb, jr.lion)
+    signatures = [inspect.signature(f).parameters for f in factories]
     shared = list(signatures[0])[list(signatures[0]).index("skip_nonfinite") :]
     assert shared[-1] == "metrics"
     for parameters in signatures:
@@ -417,6 +469,14 @@ def test_optax_contract_needs_params_for_decay():
     tx = jr.adamw(0.1, mask=True)
     params = {"w": jnp.ones(3)}
     with pytest.raises(ValueError, match="params: weight decay needs them"):
+        tx.update(params, tx.init(params))
+
+
+@pytest.mark.parametrize("factory", [jr.lars, jr.lamb])
+def test_optax_contract_needs_params_for_trust_ratios(factory):
+    tx = factory(0.1, trust_ratio_mask=True)
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match="params: trust ratios need them"):
         tx.update(params, tx.init(params))
 
 

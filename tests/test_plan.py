@@ -411,6 +411,67 @@ def test_mask_errors(mask, message):
         MemoryPlan.build(MASKED, mask=mask)
 
 
+def trusted(plan):
+    return {path for path, group in groups(plan).items() if group.endswith(", trust")}
+
+
+@pytest.mark.parametrize(
+    ("mask", "wanted"),
+    [
+        (None, {"a/kernel", "b/kernel"}),
+        ("weights", {"a/kernel", "b/kernel"}),
+        (True, {"a/bias", "a/kernel", "b/kernel"}),
+        (False, set()),
+        ({"a": {"bias": True, "kernel": False}, "b": True}, {"a/bias", "b/kernel"}),
+        (lambda params: jtu.tree_map(lambda x: x.ndim == 1, params), {"a/bias"}),
+    ],
+    ids=str,
+)
+def test_trust_ratio_mask(mask, wanted):
+    plan = MemoryPlan.build(MASKED, trust_ratio_mask=mask, mask={"a": True, "b": False})
+    check_invariants(plan)
+    assert trusted(plan) == wanted
+    assert plan.num_groups == 4
+    # The two masks are independent, and move no leaf.
+    decayed = {path for path, group in groups(plan).items() if group.startswith("decay")}
+    assert decayed == {"a/bias", "a/kernel"}
+    plain = MemoryPlan.build(MASKED)
+    assert [leaf.offset for leaf in plan.leaves] == [leaf.offset for leaf in plain.leaves]
+    assert plan != plain
+    assert "no decay, " + ("trust" if "b/kernel" in wanted else "no trust") in str(plan)
+
+
+def test_no_bias_or_norm_of_a_model_has_a_trust_ratio():
+    layers, heads = 3, 2
+    tree = {
+        "attention": {"query": {"kernel": array(8, heads, 4), "bias": array(heads, 4)}},
+        "class_token": array(1, 1, 8),
+        "conv": {"weight": array(6, 3, 3, 3), "bias": array(6, 1, 1)},
+        "haiku": {"w": array(4, 4), "b": array(4), "offset": array(4)},
+        "layers": {"mlp": {"kernel": array(layers, 8, 8), "bias": array(layers, 8)}},
+        "rms": {"scale": array(8)},
+        "scanned_norm": {"scale": array(layers, 8), "bias": array(layers, 8)},
+    }
+    plan = MemoryPlan.build(tree, trust_ratio_mask=None, stacked={"layers/*": 1, "scanned*": 1})
+    weights = {"attention/query/kernel", "conv/weight", "haiku/w", "layers/mlp/kernel"}
+    assert trusted(plan) == weights
+    assert {path for path, group in groups(plan).items() if group == "decay, trust"} == weights
+    assert set(groups(plan).values()) == {"decay, trust", "no decay, no trust"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ("biases", "trust_ratio_mask: expected None"),
+        ({"a": True}, "trust_ratio_mask: expected a tree of bools"),
+        (lambda params: params, "trust_ratio_mask: expected a bool for 'a/bias'"),
+    ],
+)
+def test_trust_ratio_mask_errors(mask, message):
+    with pytest.raises(ValueError, match=message):
+        MemoryPlan.build(MASKED, trust_ratio_mask=mask)
+
+
 class Pair(NamedTuple):
     kernel: Any
     bias: Any

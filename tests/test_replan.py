@@ -261,3 +261,23 @@ def test_what_a_state_cannot_hold_is_named():
     tree = {**mlp(), "in": {**mlp()["in"], "bias": jnp.ones(5, int)}}
     with pytest.raises(ValueError, match="'in/bias' has dtype int32, which cannot be trained"):
         state.replan(tree)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_leaves_keep_their_trust_ratios_and_new_ones_have_one_by_region(again):
+    masks = {"weight_decay_mask": "weights", "trust_ratio_mask": True}
+    optimizer = jr.lars(0.1, 0.1, **masks, groups=[jr.Group("out/*", scale=2)], backend="xla")
+    state = jr.TrainState.create(mlp(), optimizer)
+    assert _rows(state)["in/bias"] == "no decay, trust"
+    new = state.replan(changed(), optimizer) if again else state.replan(changed())
+    assert new.plan.groups == state.plan.groups
+    rows = _rows(new)
+    assert rows["in/bias"] == "no decay, trust"
+    assert rows["out/kernel"] == "out/* decay, trust"
+    assert rows["new/in/kernel"] == "decay, trust"
+    assert rows["new/in/bias"] == ("no decay, trust" if again else "no decay, no trust")
+    np.testing.assert_array_equal(new.floats, state.floats)
+
+
+def _rows(state):
+    return {leaf.path: state.plan.groups[leaf.group] for leaf in state.plan.leaves}

@@ -135,6 +135,9 @@ def test_numbers_are_no_part_of_the_spec_and_structure_is():
     assert jr.adamw(1e-3, loss_scale=static).spec == jr.adamw(1e-3, loss_scale=dynamic).spec
     two, four = (jr.adamw(1e-3, accumulate=jr.Accumulate(every)) for every in (2, 4))
     assert two.spec == four.spec
+    lars = jr.lars(1e-3, min_norm=0, max_ratio=1, trust_coefficient=0.1, trust_ratio_mask=True)
+    assert lars.spec == jr.lars(1e-3).spec
+    assert jr.lamb(1e-3, max_ratio=10).spec == jr.lamb(1e-3).spec
     assert two != four
     others = [
         jr.adam(1e-3),
@@ -154,6 +157,11 @@ def test_numbers_are_no_part_of_the_spec_and_structure_is():
         jr.adamw(1e-3, accumulate=jr.Accumulate(2)),
         jr.adamw(1e-3, groups=[jr.Group("a", scale=2)]),
         jr.adamw(1e-3, metrics="grad_norm"),
+        jr.lars(1e-3),
+        jr.lars(1e-3, nesterov=True),
+        jr.lars(1e-3, optax_form=True),
+        jr.lamb(1e-3),
+        jr.lion(1e-3),
     ]
     specs = [base.spec, *(optimizer.spec for optimizer in others)]
     assert len(set(specs)) == len(specs)
@@ -165,6 +173,9 @@ def test_optimizers_compare_with_their_numbers_since_flax_keeps_them_in_its_stat
     assert jr.adamw(1e-3) != jr.adamw(3e-4)
     assert jr.adamw(1e-3, mask=True) != jr.adamw(1e-3, mask=False)
     assert jr.adamw(1e-3, mask={"a": True}) == jr.adamw(1e-3, mask={"a": True})
+    assert jr.lamb(1e-3, trust_ratio_mask=True) == jr.lamb(1e-3, trust_ratio_mask=True)
+    assert jr.lamb(1e-3, trust_ratio_mask=True) != jr.lamb(1e-3, trust_ratio_mask=False)
+    assert jr.lars(1e-3) != jr.lars(1e-3, max_ratio=10)
     assert jr.adamw(1e-3) != optax.adamw(1e-3)
     assert jr.adamw(jnp.float32(0.5)) == jr.adamw(0.5)
 
@@ -183,6 +194,15 @@ def test_an_optimizer_is_an_optax_one_that_prints_its_numbers_and_has_no_leaves(
         "eps_root=0, weight_decay=0.0001, max_norm=1)"
     )
     assert jax.tree.leaves(optimizer) == []
+    assert repr(jr.lars(0.1, nesterov=True)) == (
+        "lars_nesterov(learning_rate=0.1, weight_decay=0, trust_coefficient=0.001, eps=0, "
+        "momentum=0.9, min_norm=1e-12, max_ratio=100)"
+    )
+    assert repr(jr.lamb(0.1)) == (
+        "lamb(learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-06, eps_root=0, weight_decay=0, "
+        "max_ratio=inf)"
+    )
+    assert repr(jr.lion(0.1)) == "lion(learning_rate=0.1, b1=0.9, b2=0.99, weight_decay=0.001)"
     optimizer = jr.sgd(0.1, loss_scale=jr.StaticLossScale(8), accumulate=jr.Accumulate(2))
     assert repr(optimizer) == (
         "sgd(learning_rate=0.1, weight_decay=0, loss_scale=StaticLossScale(scale=8.0), "
@@ -194,8 +214,8 @@ def test_an_optimizer_is_an_optax_one_that_prints_its_numbers_and_has_no_leaves(
 
 
 def test_a_spec_without_schedules_can_be_pickled():
-    optimizer = jr.sgd(0.1, momentum=0.9)
-    assert pickle.loads(pickle.dumps(optimizer)) == optimizer
+    for optimizer in (jr.sgd(0.1, momentum=0.9), jr.lars(0.1), jr.lamb(0.1, trust_ratio_mask=True)):
+        assert pickle.loads(pickle.dumps(optimizer)) == optimizer
 
 
 def test_equal_optimizers_and_other_numbers_compile_nothing():
