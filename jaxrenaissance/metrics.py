@@ -1,6 +1,9 @@
 """What a step tells of itself: every number as it was used, norms and counters."""
 
+from typing import Any
+
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -31,6 +34,30 @@ def read(spec: Spec, plan: MemoryPlan, buffers: Buffers) -> dict[str, jax.Array]
     }
     values |= {name: ints[..., slot] for name, slot in counters.items()}
     return values | {"has_nan": ints[..., scalars.HAS_NAN] != 0}
+
+
+def trust_ratios(plan: MemoryPlan, by_segment: Arenas) -> dict[str, Any]:
+    """See `TrainState.trust_ratios`."""
+    found = {}
+    for layout, ratios in zip(plan.arenas, by_segment, strict=True):
+        if not isinstance(ratios, jax.core.Tracer):
+            ratios = np.asarray(ratios)  # One transfer, and no dispatch for each leaf.
+        first = 0
+        for i, count in zip(
+            layout.leaves,
+            np.bincount(layout.segments[:, 2], minlength=len(layout.leaves)).tolist(),
+            strict=True,
+        ):
+            leaf = plan.leaves[i]
+            shape = (*ratios.shape[:-1], *leaf.shape[: leaf.stacked])
+            own = (
+                ratios[..., first : first + count].reshape(shape)
+                if count
+                else np.ones(shape, ratios.dtype)
+            )
+            found[leaf.path] = own
+            first += count
+    return {leaf.path: found[leaf.path] for leaf in plan.leaves}
 
 
 @jax.jit(static_argnums=0, inline=True)

@@ -1,5 +1,6 @@
 """step: what one call of an optimizer runs, over all arenas of a state."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ class Buffers(NamedTuple):
         ema: the averages of the weights, like them.
         accumulator: the sums of the running cycle's gradients, like the weights.
         norms: for each arena the norms of its segments, in the dtype of `floats`.
+        ratios: for each arena the trust ratios of its segments, likewise.
         floats, ints: the scalars.
     """
 
@@ -32,6 +34,7 @@ class Buffers(NamedTuple):
     ema: Arenas
     accumulator: Arenas
     norms: Arenas
+    ratios: Arenas
     floats: jax.Array
     ints: jax.Array
 
@@ -40,7 +43,7 @@ def start(
     spec: Spec, plan: MemoryPlan, weights: Arenas, floats: jax.Array, ints: jax.Array
 ) -> Buffers:
     """The buffers of a state that has not been stepped, from its weights and scalars."""
-    norms = [jnp.zeros(len(layout.segments), floats.dtype) for layout in plan.arenas]
+    norms = [jnp.zeros(count, floats.dtype) for count in _segments(plan)]
     # Inside shard_map each step leaves all of them varying over the same axes, so they start so.
     floats, ints, *rest = same_manual_axes([floats, ints, *weights, *norms])
     weights, norms = tuple(rest[: len(weights)]), tuple(rest[len(weights) :])
@@ -53,6 +56,7 @@ def start(
         ema=tuple(averages) if spec.ema else (),
         accumulator=tuple(map(jnp.zeros_like, weights)) if spec.accumulate else (),
         norms=norms if "leaves" in spec.metrics else (),
+        ratios=tuple(jnp.ones_like(x) for x in norms) if spec.trust else (),
         floats=floats,
         ints=ints,
     )
@@ -102,97 +106,150 @@ def step(
     floats = old.floats
     if spec.schedules or any(group.schedules for group in spec.groups):
         floats = hyperparams.follow_schedules(spec, floats, ints[scalars.STEP])
-    floats, ints, norms = _advance(spec, plan, old._replace(floats=floats, ints=ints), workspaces)
+    now = _advance(spec, plan, old._replace(floats=floats, ints=ints), workspaces)
+    if spec.trust == "lamb":
+        now = _lamb_ratios(spec, plan, now, own)
     if "update_norm" in spec.metrics:
-        floats = _measure_update(spec, plan, old._replace(floats=floats), own)
+        now = _measure_update(spec, plan, now, own)
     new = [
         ops.update(
             spec.update,
             layout,
-            floats,
-            old.weights[i],
-            old.moments[i],
+            now.floats,
+            now.weights[i],
+            now.moments[i],
             own[i],
-            ema=old.ema[i] if old.ema else None,
+            ema=now.ema[i] if now.ema else None,
+            ratios=now.ratios[i] if now.ratios else None,
             gated=spec.accumulate,
             backend=spec.backend,
         )
         for i, layout in enumerate(plan.arenas)
     ]
-    return Buffers(
+    return now._replace(
         weights=tuple(weights for weights, _, _ in new),
         moments=tuple(moments for _, moments, _ in new),
         ema=tuple(ema for _, _, ema in new if ema is not None),
         accumulator=accumulator,
-        norms=norms,
-        floats=floats,
-        ints=ints,
     )
 
 
 def _look_at(
     spec: Spec, plan: MemoryPlan, old: Buffers, own: Sequence[Any], *, from_arena: bool
 ) -> tuple[jax.Array, Arenas, Arenas]:
-    """The pass over the gradients: the counters, the sums and the workspaces of the norms."""
-    ints, sums, workspaces, flag = old.ints, [], [], spec.skip_nonfinite
+    """The pass over the gradients: the counters, the sums and the workspaces of the norms.
+
+    Of all arenas first those of the gradients, then with trust ratios those of the weights and of
+    the products.
+    """
+    ints, sums, by_arena, flag = old.ints, [], [], spec.skip_nonfinite
+    trust = spec.trust_rule
     for i, (layout, first) in enumerate(zip(plan.arenas, first_leaves(plan), strict=True)):
         where: dict[str, Any] = {"first_leaf": first, "backend": spec.backend}
         if spec.accumulate:
+            norms = spec.norms and not trust
             ints, total, workspace = ops.accumulate(
-                layout, ints, old.accumulator[i], own[i], flag=flag, norms=spec.norms, **where
+                layout, ints, old.accumulator[i], own[i], flag=flag, norms=norms, **where
             )
             sums.append(total)
-            if workspace is not None:
-                workspaces.append(workspace)
+            if norms:
+                by_arena.append([workspace])
+        if trust:
+            ints, *workspaces = ops.norms(
+                layout,
+                ints,
+                sums[i] if spec.accumulate else own[i],
+                weights=old.weights[i],
+                products=trust == 2,
+                flag=flag and not spec.accumulate,
+                **where,
+            )
+            by_arena.append(workspaces)
+        elif spec.accumulate:
+            continue
         elif spec.norms:
             ints, workspace = ops.norms(layout, ints, own[i], flag=flag, **where)
-            workspaces.append(workspace)
+            by_arena.append([workspace])
         elif flag and not from_arena:
             ints = ops.statistics(layout, ints, own[i], **where)
-    return ints, tuple(sums), tuple(workspaces)
+    return ints, tuple(sums), tuple(itertools.chain(*zip(*by_arena, strict=True)))
 
 
-def _advance(
-    spec: Spec, plan: MemoryPlan, old: Buffers, workspaces: Arenas
-) -> tuple[jax.Array, jax.Array, Arenas]:
-    """The scalars and counters of this call, and the norms of the segments."""
+def _advance(spec: Spec, plan: MemoryPlan, old: Buffers, workspaces: Arenas) -> Buffers:
+    """With the scalars and counters of this call, the norms of the segments, and LARS's ratios."""
     ints, weights = old.ints, []
-    if "param_norm" in spec.metrics:
+    if "param_norm" in spec.metrics and not spec.trust_rule:
         for layout, arena in zip(plan.arenas, old.weights, strict=True):
             ints, workspace = ops.norms(layout, ints, arena, flag=False, backend=spec.backend)
             weights.append(workspace)
     if not workspaces and not weights:
-        return *ops.prologue(old.floats, ints, backend=spec.backend), old.norms
+        floats, ints = ops.prologue(old.floats, ints, backend=spec.backend)
+        return old._replace(floats=floats, ints=ints)
     by_segment = "leaves" in spec.metrics
-    floats, ints, norms = ops.finish(
+    series = (len(workspaces) + len(weights)) // len(plan.arenas)
+    floats, ints, norms, ratios = ops.finish(
         old.floats,
         ints,
         [*workspaces, *weights],
-        [*_segments(plan)[: len(workspaces)], *_segments(plan)[: len(weights)]],
-        gradients=len(workspaces),
+        _segments(plan) * series,
+        gradients=len(plan.arenas) if workspaces else 0,
         by_segment=by_segment,
+        trust=spec.trust_rule,
+        groups=_groups(plan) if spec.trust_rule else (),
         backend=spec.backend,
     )
     if by_segment and spec.accumulate:
         complete = ints[scalars.MICRO] == 0
         norms = tuple(jnp.where(complete, *pair) for pair in zip(norms, old.norms, strict=True))
-    return floats, ints, tuple(norms)
+    return old._replace(floats=floats, ints=ints, norms=norms, ratios=ratios)
 
 
-def _measure_update(spec: Spec, plan: MemoryPlan, old: Buffers, own: Sequence[Any]) -> jax.Array:
-    """The scalars with the norm of what the update is about to change."""
+def _lamb_ratios(spec: Spec, plan: MemoryPlan, now: Buffers, own: Sequence[Any]) -> Buffers:
+    """With the trust ratios of what Adam is about to change."""
+    by_arena = [
+        ops.update_norms(
+            spec.update,
+            layout,
+            now.floats,
+            now.weights[i],
+            now.moments[i],
+            own[i],
+            direction=True,
+            backend=spec.backend,
+        )
+        for i, layout in enumerate(plan.arenas)
+    ]
+    workspaces = [*itertools.chain(*zip(*by_arena, strict=True))]
+    floats, ratios = ops.finish_ratios(
+        now.floats, workspaces, _segments(plan) * 2, _groups(plan), backend=spec.backend
+    )
+    return now._replace(floats=floats, ratios=ratios)
+
+
+def _measure_update(spec: Spec, plan: MemoryPlan, now: Buffers, own: Sequence[Any]) -> Buffers:
+    """With the norm of what the update is about to change."""
     workspaces = [
         ops.update_norms(
-            spec.update, layout, old.floats, weights, moments, gradients, backend=spec.backend
-        )
-        for layout, weights, moments, gradients in zip(
-            plan.arenas, old.weights, old.moments, own, strict=True
-        )
+            spec.update,
+            layout,
+            now.floats,
+            now.weights[i],
+            now.moments[i],
+            own[i],
+            ratios=now.ratios[i] if now.ratios else None,
+            backend=spec.backend,
+        )[0]
+        for i, layout in enumerate(plan.arenas)
     ]
     if not workspaces:
-        return old.floats
-    return ops.finish_update(old.floats, workspaces, _segments(plan), backend=spec.backend)
+        return now
+    floats = ops.finish_update(now.floats, workspaces, _segments(plan), backend=spec.backend)
+    return now._replace(floats=floats)
 
 
 def _segments(plan: MemoryPlan) -> list[int]:
     return [len(layout.segments) for layout in plan.arenas]
+
+
+def _groups(plan: MemoryPlan) -> list[np.ndarray]:
+    return [layout.segments[:, 4].astype(np.int32) for layout in plan.arenas]

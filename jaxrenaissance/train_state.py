@@ -58,6 +58,7 @@ class TrainState:
         ema: the averages of the weights, arrays like them; () without `ema_decay`.
         accumulator: sums of gradients, arrays like the weights; () without `accumulate`.
         norms: for each arena the gradients' norms by segment; () without the metric "leaves".
+        ratios: for each arena the trust ratios by segment; () for optimizers without them.
         floats: the float scalars, see `scalars`.
         ints: the counters, int32.
         frozen: the leaves that are not trained, in the tree's order, as they were given.
@@ -71,6 +72,7 @@ class TrainState:
     ema: tuple[jax.Array, ...]
     accumulator: tuple[jax.Array, ...]
     norms: tuple[jax.Array, ...]
+    ratios: tuple[jax.Array, ...]
     floats: jax.Array
     ints: jax.Array
     frozen: tuple[Any, ...]
@@ -413,7 +415,9 @@ class TrainState:
             TypeError, ValueError: if there is no such hyperparameter or group, it follows a
                 schedule, or the value is not allowed.
         """
-        floats = hyperparams.replace(self.spec, self.floats, numbers, {} if groups is None else groups)
+        floats = hyperparams.replace(
+            self.spec, self.floats, numbers, {} if groups is None else groups
+        )
         if "loss_scale" not in numbers:
             return dataclasses.replace(self, floats=floats)
         old = self._buffers
@@ -581,6 +585,32 @@ class TrainState:
             - step, calls, skipped and consecutive_skips (int32), and has_nan (bool).
         """
         return metrics.read(self.spec, self.plan, self._buffers)
+
+    def trust_ratios(self) -> dict[str, Any]:
+        """The trust ratios of the last call, by the path of each trained leaf.
+
+        They are 1 before the first call, where a call updated nothing, and for leaves without a
+        trust ratio or without elements. The step has computed them: reading them launches nothing.
+
+        >>> import jax.numpy as jnp
+        >>> import jaxrenaissance as jr
+        >>> params = {"w": jnp.asarray([[3.0, 4.0]]), "b": jnp.ones(2)}
+        >>> optimizer = jr.lars(0.5, trust_coefficient=0.5, trust_ratio_mask="weights")
+        >>> state = jr.TrainState.create(params, optimizer)
+        >>> state = state.apply_gradients({"w": jnp.asarray([[6.0, 8.0]]), "b": jnp.ones(2)})
+        >>> {path: float(ratio) for path, ratio in state.trust_ratios().items()}
+        {'b': 1.0, 'w': 0.25}
+
+        Returns:
+            By path a scalar, or for a stacked leaf an array of the shape of its stacked axes;
+            NumPy's, or traced under jit.
+
+        Raises:
+            ValueError: if the optimizer has no trust ratios.
+        """
+        if not self.spec.trust:
+            raise ValueError(f"trust_ratios: {self.spec.kind} has none; jr.lars and jr.lamb have")
+        return metrics.trust_ratios(self.plan, self.ratios)
 
     @property
     def _buffers(self) -> Buffers:

@@ -291,6 +291,7 @@ def _update(
             ema=(),
             accumulator=(),
             norms=(),
+            ratios=(),
             floats=jnp.asarray(floats),
             ints=ints,
         ),

@@ -276,7 +276,7 @@ def assert_all_ops_are_right(
         packed = ops.pack(layout, gradients, backend=backend)
         ints = ops.statistics(layout, ints, gradients, first_leaf=3, backend=backend)
         _, workspace = ops.norms(layout, ints, gradients, flag=False, backend=backend)
-        floats, ints, _ = ops.finish(
+        floats, ints, *_ = ops.finish(
             floats, ints, [workspace], [len(layout.segments)], gradients=1, backend=backend
         )
         new, same = (

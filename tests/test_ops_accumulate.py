@@ -36,7 +36,7 @@ def jitted(layout, flag, norms, backend):
             return ints, accumulator, ()
         segments = [len(layout.segments)]
         floats = make_floats(dtype="float64" if jax.config.jax_enable_x64 else "float32")
-        floats, _, by_segment = ops.finish(
+        floats, _, by_segment, _ = ops.finish(
             jax.numpy.asarray(floats),
             ints.at[s.MICRO].set(0),
             [workspace],

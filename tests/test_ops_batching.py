@@ -346,7 +346,7 @@ def test_norms_of_updates_where_one_operand_alone_is_batched(batched, backend):
     def fn(floats, states, leaves):
         weights, *moments = states
         where = {"backend": backend}
-        words = ops.update_norms("momentum", LAYOUT, floats, weights, moments, leaves, **where)
+        (words,) = ops.update_norms("momentum", LAYOUT, floats, weights, moments, leaves, **where)
         floats = ops.finish_update(floats, [words], [len(LAYOUT.segments)], **where)
         return floats[scalars.UPDATE_NORM]
 

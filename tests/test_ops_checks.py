@@ -260,7 +260,7 @@ def lowered_for_tpu(backend):
         ints, total, words = ops.accumulate(
             LAYOUT, ints, arena, leaves, flag=True, norms=True, backend=backend
         )
-        floats, ints, _ = ops.finish(floats, ints, [words], SEGMENTS, gradients=1, backend=backend)
+        floats, ints, *_ = ops.finish(floats, ints, [words], SEGMENTS, gradients=1, backend=backend)
         w, _, _ = ops.update("sgd", LAYOUT, floats, arena, (), new, backend=backend)
         (w,) = ops.lerp(LAYOUT, jnp.ones(2), [w], total, backend=backend)
         many = jax.vmap(lambda x: ops.unpack(LAYOUT, x, [np.float32] * 4, backend=backend))

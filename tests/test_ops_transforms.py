@@ -358,7 +358,7 @@ def test_a_donated_whole_step_copies_none_of_its_arenas(backend):
         ints, total, workspace = ops.accumulate(
             LAYOUT, ints, accumulator, leaves, flag=True, norms=True, backend=backend
         )
-        floats, ints, _ = ops.finish(
+        floats, ints, *_ = ops.finish(
             floats, ints, [workspace], [len(LAYOUT.segments)], gradients=1, backend=backend
         )
         weights, moments, ema = ops.update(
@@ -521,7 +521,7 @@ def differentiable_calls(backend):
             floats * x, [words], segments, backend=backend
         ),
         "update_norms_sgd": lambda x: (
-            x * ops.update_norms("sgd", LAYOUT, floats, arena * x, (), leaves, backend=backend)
+            x * ops.update_norms("sgd", LAYOUT, floats, arena * x, (), leaves, backend=backend)[0]
         ),
         "lerp": lambda x: ops.lerp(LAYOUT, taus * x, [arena], None, backend=backend)[0],
     }
@@ -588,7 +588,7 @@ def test_average_bound_sum_and_lerp_are_differentiable_on_the_xla_backend():
         ints, total, words = ops.accumulate(
             LAYOUT, ints, jnp.asarray(accumulator), gradient, flag=True, norms=True, backend="xla"
         )
-        new, ints, _ = ops.finish(
+        new, ints, *_ = ops.finish(
             jnp.asarray(floats).at[scalars.MAX_NORM].set(max_norm),
             ints,
             [words],

@@ -233,11 +233,11 @@ def test_cpu_and_cuda_have_the_same_bits_over_whole_steps(kind, dtype):
         for leaves in steps:
             weights, *moments, ema = states
             ints, workspace = ops.norms(layout, ints, leaves, flag=True, backend=backend)
-            floats, ints, norms = ops.finish(
+            floats, ints, norms, _ = ops.finish(
                 floats, ints, [workspace], count, gradients=1, by_segment=True, backend=backend
             )
             series = layout, floats, weights, moments, leaves
-            workspace = ops.update_norms(kind, *series, backend=backend)
+            (workspace,) = ops.update_norms(kind, *series, backend=backend)
             floats = ops.finish_update(floats, [workspace], count, backend=backend)
             weights, moments, ema = ops.update(
                 kind, layout, floats, weights, moments, leaves, ema=ema, backend=backend

@@ -197,7 +197,7 @@ def test_a_step_beyond_2_31_elements_reaches_the_last(name, source):
     def step(floats, ints, weights, m, v, gradients):
         ints = ops.statistics(layout, ints, gradients, backend="cuda")
         _, workspace = ops.norms(layout, ints, gradients, flag=False, backend="cuda")
-        floats, ints, _ = ops.finish(
+        floats, ints, *_ = ops.finish(
             floats, ints, [workspace], [len(layout.segments)], gradients=1, backend="cuda"
         )
         new, moments, _ = ops.update(

@@ -24,7 +24,7 @@ def whole_step(layout, backend):
             layout, ints, accumulator, gradients, flag=True, norms=True, **where
         )
         ints, of_weights = ops.norms(layout, ints, weights, flag=False, **where)
-        floats, ints, norms = ops.finish(
+        floats, ints, norms, _ = ops.finish(
             floats,
             ints,
             [workspace, of_weights],
@@ -33,7 +33,7 @@ def whole_step(layout, backend):
             by_segment=True,
             **where,
         )
-        change = ops.update_norms("adam", layout, floats, weights, (m, v), total, **where)
+        (change,) = ops.update_norms("adam", layout, floats, weights, (m, v), total, **where)
         floats = ops.finish_update(floats, [change], segments, **where)
         weights, (m, v), ema = ops.update(
             "adam", layout, floats, weights, (m, v), total, ema=ema, gated=True, **where

@@ -15,11 +15,12 @@ struct TrustSums {
 };
 
 // Of the denominators' two forms, LARS adds norms, ||g|| + wd ||w||, and optax's takes the norm of
-// the sum, ||g + wd w||, whose square the three sums give.
+// the sum, ||g + wd w||, whose square the three sums give. A call that updates nothing has ratios of
+// 1, whatever its gradients were.
 template <typename S>
 JR_HD double TrustRatio(TrustRule rule, const TrustSums& sums, const S* floats, const S* row) {
   const double coefficient = static_cast<double>(row[kTrust]);
-  if (coefficient == 0.0) return 1.0;
+  if (coefficient == 0.0 || floats[kApply] == S(0)) return 1.0;
   const double weight = SquareRoot(sums.weights);
   double update = SquareRoot(sums.gradients);
   double denominator = update;

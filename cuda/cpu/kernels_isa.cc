@@ -22,12 +22,18 @@ JR_HD void PrefetchBlock(const T* block) {
   }
 }
 
+template <typename T, typename S>
+GroupScalars<T> ScalarsOf(const UpdateStretch& stretch) {
+  const S* row = static_cast<const S*>(stretch.floats) + RowStart(stretch.group);
+  GroupScalars<T> scalars = LoadGroup<T>(row);
+  if (stretch.ratio != nullptr) TakeRatio(row, static_cast<T>(*stretch.ratio), scalars);
+  return scalars;
+}
+
 template <typename Rule, typename T, typename S, typename G>
 void Update(const UpdateStretch& stretch) {
   const S* floats = static_cast<const S*>(stretch.floats);
-  GroupScalars<T> scalars = LoadGroup<T>(floats + RowStart(stretch.group));
-  if (stretch.ratio != nullptr)
-    TakeRatio(floats + RowStart(stretch.group), static_cast<T>(*stretch.ratio), scalars);
+  const GroupScalars<T> scalars = ScalarsOf<T, S>(stretch);
   const CallScalars<T> call = LoadCall<T>(floats);
   T* __restrict w = static_cast<T*>(stretch.weights);
   T* __restrict m = static_cast<T*>(stretch.moments[0]);
@@ -111,7 +117,7 @@ JR_HD double SumOfChunk(int64_t count, const F& f) {
 template <typename Rule, typename T, typename S, typename G, bool kDirection>
 double ChunkUpdateSum(const UpdateStretch& stretch) {
   const S* floats = static_cast<const S*>(stretch.floats);
-  const GroupScalars<T> scalars = LoadGroup<T>(floats + RowStart(stretch.group));
+  const GroupScalars<T> scalars = ScalarsOf<T, S>(stretch);
   const CallScalars<T> call = LoadCall<T>(floats);
   const T* w = static_cast<const T*>(stretch.weights);
   const T* m = static_cast<const T*>(stretch.moments[0]);

@@ -15,6 +15,14 @@ struct UpdateCall {
   UpdateOperands operands;
 };
 
+inline void DecodeRatios(Decoder& decoder, const Layout& layout, const Floats& floats,
+                         UpdateOperands& operands) {
+  if (decoder.Attribute<int64_t>("ratios") == 0) return;
+  const Floats ratios = decoder.ReadBySegment(layout, floats.is_double);
+  operands.ratios = ratios.data;
+  operands.ratios_stride = ratios.stride;
+}
+
 // Arenas that are only read come in the same order as those that an update writes.
 inline UpdateCall DecodeUpdate(Decoder& decoder, int moments) {
   UpdateCall call{};
@@ -26,11 +34,7 @@ inline UpdateCall DecodeUpdate(Decoder& decoder, int moments) {
     operands.moments[i] = decoder.ReadInPlaceArena(call.layout, 1 + i, "a moment");
   if (decoder.Attribute<int64_t>("ema") != 0)
     operands.ema = decoder.ReadInPlaceArena(call.layout, 1 + moments, "the average");
-  if (decoder.Attribute<int64_t>("ratios") != 0) {
-    const Floats ratios = decoder.ReadBySegment(call.layout, call.floats.is_double);
-    operands.ratios = ratios.data;
-    operands.ratios_stride = ratios.stride;
-  }
+  DecodeRatios(decoder, call.layout, call.floats, operands);
   operands.gated = decoder.Attribute<int64_t>("gated") != 0;
   operands.gradients = decoder.Gradients(call.layout);
   decoder.Require(call.floats.is_double || !call.layout.is_double,
@@ -55,6 +59,7 @@ inline UpdateNormsCall DecodeUpdateNorms(Decoder& decoder, int moments) {
   operands.weights = decoder.ReadWholeArena(call.layout, "the weights");
   for (int i = 0; i < moments; ++i)
     operands.moments[i] = decoder.ReadWholeArena(call.layout, "a moment");
+  DecodeRatios(decoder, call.layout, call.floats, operands);
   operands.gradients = decoder.Gradients(call.layout);
   call.workspace = decoder.ResultWorkspace(call.layout, 0);
   if (decoder.Attribute<int64_t>("direction") != 0)

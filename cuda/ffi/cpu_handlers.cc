@@ -83,7 +83,8 @@ struct TypedStretch {
 };
 
 // The trust ratio of a segment, where there are any.
-std::optional<double> RatioOf(const UpdateCall& call, int64_t member, const Segment& segment) {
+template <typename Call>
+std::optional<double> RatioOf(const Call& call, int64_t member, const Segment& segment) {
   const UpdateOperands& operands = call.operands;
   if (operands.ratios == nullptr) return std::nullopt;
   const int64_t number = &segment - call.layout.segments;
@@ -302,8 +303,10 @@ ffi::Future UpdateNorms(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rema
                           // Without an update there is nothing to sum.
                           if (FloatAt(call.floats, member * call.floats.stride + kApply) == 0)
                             return ChunkSums{};
-                          const TypedStretch own = StretchOf(
-                              call.layout, call.floats, call.operands, member, segment, low, high);
+                          TypedStretch own = StretchOf(call.layout, call.floats, call.operands,
+                                                       member, segment, low, high);
+                          const std::optional<double> ratio = RatioOf(call, member, segment);
+                          own.stretch.ratio = ratio ? &*ratio : nullptr;
                           ChunkSums sums = {kernels[static_cast<int>(own.type)](own.stretch)};
                           if (is_direction) {
                             const LeafType arena_type =

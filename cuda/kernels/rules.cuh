@@ -32,6 +32,13 @@ Arenas<T> MakeArenas(const Layout& layout, const UpdateOperands& operands) {
           layout.members};
 }
 
+// Trust ratios, one a segment, or null. S is the type of the scalar arena.
+template <typename S>
+struct Ratios {
+  const S* data;
+  int64_t stride;  // between members
+};
+
 // A group's scalars, loaded as whole vectors: a row is 16 aligned slots.
 template <typename T, typename S>
 __device__ __forceinline__ GroupScalars<T> LoadRow(const S* row) {

@@ -9,13 +9,6 @@
 namespace jaxrenaissance {
 namespace {
 
-// Trust ratios, one a segment, or null.
-template <typename S>
-struct Ratios {
-  const S* data;
-  int64_t stride;  // between members
-};
-
 // S is the type of the scalar arena.
 template <typename Rule, typename T, typename S, bool kFromArena, int kCapacity>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kMinBlocks)

@@ -13,7 +13,7 @@ namespace {
 template <typename Rule, typename T, typename S, bool kFromArena>
 __global__ void __launch_bounds__(kThreads)
     UpdateNormsKernel(const S* floats, int64_t floats_stride, const Arenas<T> arenas,
-                      const Workspace workspace, int32_t* of_weights,
+                      const Ratios<S> ratios, const Workspace workspace, int32_t* of_weights,
                       const __grid_constant__ PartialTable<kLargePartialTable> table) {
   const ChunkPlace place = FindChunk<T>(table);
   const int lane = threadIdx.x % kChunkLanes;
@@ -22,7 +22,13 @@ __global__ void __launch_bounds__(kThreads)
   // Without an update there is nothing to sum, though the partials must be there.
   if (place.left > 0 && floats[kApply] != S(0)) {
     const CallScalars<T> call = LoadCall<T>(floats);
-    const GroupScalars<T> scalars = LoadRow<T>(floats + RowStart(place.tag()));
+    const S* row = floats + RowStart(place.tag());
+    GroupScalars<T> scalars = LoadRow<T>(row);
+    if (ratios.data != nullptr) {
+      const int64_t segment = table.first_segment + place.segment;
+      const S ratio = ratios.data[place.member * ratios.stride + segment];
+      TakeRatio(row, static_cast<T>(ratio), scalars);
+    }
     const auto look = [&](const auto* gradient) {
 #pragma unroll 2
       for (int u = 0; u < kChunkVectors; ++u) {
@@ -73,15 +79,16 @@ cudaError_t Launch(const Layout& layout, const Floats& floats, const UpdateOpera
                    const Workspace& workspace, int32_t* of_weights, cudaStream_t stream) {
   const Arenas<T> arenas = MakeArenas<T>(layout, operands);
   const S* scalars = static_cast<const S*>(floats.data);
+  const Ratios<S> ratios = {static_cast<const S*>(operands.ratios), operands.ratios_stride};
   const GradientOperands& gradients = operands.gradients;
   return ForEachPartialLaunch<T, kLargePartialTable>(
       layout, gradients.leaves, Tag::kGroup, [&](dim3 grid, const auto& table) {
         if (gradients.from_arena) {
           UpdateNormsKernel<Rule, T, S, true><<<grid, kThreads, 0, stream>>>(
-              scalars, floats.stride, arenas, workspace, of_weights, table);
+              scalars, floats.stride, arenas, ratios, workspace, of_weights, table);
         } else {
           UpdateNormsKernel<Rule, T, S, false><<<grid, kThreads, 0, stream>>>(
-              scalars, floats.stride, arenas, workspace, of_weights, table);
+              scalars, floats.stride, arenas, ratios, workspace, of_weights, table);
         }
       });
 }

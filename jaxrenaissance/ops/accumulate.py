@@ -29,7 +29,7 @@ _accumulate = Op(
     lowered=results_in_words(reference, 2),
     aliases=lambda **static: {0: 0, 1: 1},
     attributes=lambda *, layout, **static: static,
-    merged=False,
+    merged=lambda **static: False,
 )
 
 

@@ -101,6 +101,39 @@ def check_workspaces(workspaces: Sequence[Any], segments: Sequence[int], backend
             )
 
 
+def check_trust(
+    workspaces: Sequence[Any],
+    segments: Sequence[int],
+    groups: Sequence[Any],
+    gradients: int,
+    *,
+    series: int,
+) -> None:
+    """Raises unless there are `series` workspaces and the groups of each of `gradients` arenas."""
+    if len(workspaces) != series * gradients:
+        raise ValueError(
+            f"workspaces: got {len(workspaces)}, wanted {series} for each of the {gradients} arenas"
+        )
+    for k in range(1, series):
+        own = segments[k * gradients : (k + 1) * gradients]
+        if tuple(own) != tuple(segments[:gradients]):
+            raise ValueError(
+                f"segments: got {tuple(segments)}, wanted those of the gradients again in each "
+                "series"
+            )
+    if len(groups) != gradients:
+        raise ValueError(
+            f"groups: got {len(groups)}, wanted one for each of the {gradients} arenas"
+        )
+    for i, (own, count) in enumerate(zip(groups, segments, strict=False)):
+        check_array(f"groups[{i}]", own, (count,), (np.dtype("int32"),))
+
+
+def check_ratios(ratios: Any, floats: Any, layout: ArenaLayout) -> None:
+    """Raises unless ``ratios`` are one a segment, of the dtype of the scalars."""
+    check_array("ratios", ratios, (len(layout.segments),), (np.dtype(floats.dtype),))
+
+
 def gradient_operands(
     layout: ArenaLayout, gradients: Sequence[jax.Array] | jax.Array, name: str = "gradients"
 ) -> tuple[tuple[jax.Array, ...], bool]:

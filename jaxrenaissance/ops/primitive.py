@@ -34,8 +34,8 @@ class Op:
       aliases: static parameters -> {operand index: result index}, for the buffers updated in place.
       attributes: static parameters -> the handler's attributes: integers, or sequences of them.
       unshared: operands that members of a batch never share, beside those updated in place.
-      merged: whether the layout may have slices of a stacked leaf merged; not where an op has a
-        result for each segment.
+      merged: static parameters -> whether the layout may have slices of a stacked leaf merged; not
+        where an op has an operand or a result for each segment.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Op:
         aliases: Callable[..., Mapping[int, int]] = lambda **static: {},
         attributes: Callable[..., Mapping[str, int | Sequence[int]]] = lambda **static: {},
         unshared: Collection[int] = (),
-        merged: bool = True,
+        merged: Callable[..., bool] = lambda **static: True,
     ) -> None:
         self.name = name
         self.target = f"jaxrenaissance_{name}_v1"
@@ -189,7 +189,7 @@ class Op:
         native.require(platform)
         attributes = {k: np.array(v, np.int64)[()] for k, v in self._attributes(**static).items()}
         if "layout" in static:
-            attributes["layout"] = layout_attribute(static["layout"], self._merged)
+            attributes["layout"] = layout_attribute(static["layout"], self._merged(**static))
         # Operands without batch dimensions, behind a -1 that keeps the attribute from being empty.
         shared = [-1, *(i for i, b in enumerate(batched) if batch and not b)]
         rule = jax.ffi.ffi_lowering(

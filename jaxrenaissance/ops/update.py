@@ -8,16 +8,16 @@ import numpy as np
 
 from ..plan import ArenaLayout
 from ..reference import update as reference
-from .checks import check_arena, check_floats, gradient_operands
+from .checks import check_arena, check_floats, check_ratios, gradient_operands
 from .primitive import Op
 
 # Kind -> how many moments it keeps. Adam and AdamW are one kind: L2 and decoupled decay are two
 # slots of the scalars.
-MOMENTS = {"sgd": 0, "momentum": 1, "nesterov": 1, "adam": 2}
+MOMENTS = {"sgd": 0, "momentum": 1, "nesterov": 1, "adam": 2, "lion": 1}
 
 
 def _result_types(
-    kind: str, *, layout: ArenaLayout, from_arena: bool, ema: bool, gated: bool
+    kind: str, *, layout: ArenaLayout, from_arena: bool, ema: bool, ratios: bool, gated: bool
 ) -> list[tuple[tuple[int, ...], np.dtype]]:
     return [((layout.size,), layout.dtype)] * (1 + MOMENTS[kind] + ema)
 
@@ -30,6 +30,7 @@ def _op(kind: str) -> Op:
         reference=functools.partial(reference, kind, series),
         aliases=lambda *, ema, **static: {1 + i: i for i in range(series + ema)},
         attributes=lambda *, layout, **static: static,
+        merged=lambda *, ratios, **static: not ratios,
     )
 
 
@@ -65,6 +66,7 @@ def update(
     gradients: Sequence[jax.Array] | jax.Array,
     *,
     ema: jax.Array | None = None,
+    ratios: jax.Array | None = None,
     gated: bool = False,
     backend: str,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None]:
@@ -78,14 +80,19 @@ def update(
     - nesterov: :math:`m \leftarrow \beta m + g,\ u = \beta m + g`
     - adam: :math:`m \leftarrow \beta_1 m + (1-\beta_1) g,\ v \leftarrow \beta_2 v + (1-\beta_2)
       g^2,\ u = m c_1 / (\sqrt{v c_2 + \text{eps\_root}} + \text{eps})`, and u = 0 where that is 0/0
+    - lion: :math:`u = \text{sign}(\beta_1 m + (1-\beta_1) g),\ m \leftarrow \beta_2 m + (1-\beta_2)
+      g`
 
     and :math:`w \leftarrow w - (\text{lr} \cdot \text{wd} \cdot w + \text{lr} \cdot u)`: the decay
     and the update are added up before they are rounded into the weight. The average follows the new
     weights: :math:`e \leftarrow e + \text{ONE\_MINUS\_EMA} (w - e)`, exactly w where that factor
     is 1. Nothing is written where APPLY is 0.
 
+    A trust ratio is a factor on lr. Where LR_IN_MOMENT is set, the momentum adds up the product of
+    both with g, and then :math:`w \leftarrow w - (\text{lr} \cdot \text{wd} \cdot w + u)`.
+
     Args:
-      kind: "sgd", "momentum", "nesterov" or "adam".
+      kind: "sgd", "momentum", "nesterov", "adam" or "lion".
       layout: the arenas' layout.
       floats: the scalars that the prologue derived.
       weights: [layout.size], of the layout's dtype; updated in place where donated, like the
@@ -93,6 +100,7 @@ def update(
       moments: none, one or two arrays like ``weights``.
       gradients: the leaves in arena order, in mixed dtypes, or one arena.
       ema: the average of the weights, an array like ``weights``; updated in place where donated.
+      ratios: trust ratios, [segments] of the dtype of ``floats``.
       gated: APPLY is looked at before anything is loaded. Faster where most calls do not update.
       backend: "auto", "cpu", "cuda" or "xla".
 
@@ -103,6 +111,9 @@ def update(
       ValueError: an operand does not fit the layout or the kind.
     """
     operands, from_arena = update_operands(kind, layout, floats, weights, moments, gradients)
+    if ratios is not None:
+        check_ratios(ratios, floats, layout)
+        operands = (ratios, *operands)
     if ema is not None:
         check_arena("ema", ema, layout)
         operands = (ema, *operands)
@@ -114,6 +125,7 @@ def update(
         layout=layout,
         from_arena=from_arena,
         ema=ema is not None,
+        ratios=ratios is not None,
         gated=gated,
         backend=backend,
     )

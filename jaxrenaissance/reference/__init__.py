@@ -7,6 +7,7 @@ the norms of the segments, which `words` makes one of where a primitive is lower
 
 from .accumulate import accumulate as accumulate
 from .finish import finish as finish
+from .finish import finish_ratios as finish_ratios
 from .finish import finish_update as finish_update
 from .lerp import lerp as lerp
 from .norms import norms as norms

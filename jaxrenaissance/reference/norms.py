@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..plan import ArenaLayout
 from ..workspaces import norm_dtype
@@ -13,27 +14,65 @@ from .statistics import lower_first_bad
 
 def norms(
     ints: jax.Array,
-    *gradients: jax.Array,
+    *operands: jax.Array,
     layout: ArenaLayout,
     first_leaf: int,
     flag: bool,
+    weights: int,
     from_arena: bool,
 ) -> list[jax.Array]:
-    """The counters, with FIRST_BAD lowered where `flag`, and the norms of the segments."""
-    leaves = to_leaves(gradients, layout, from_arena)
+    """The counters, with FIRST_BAD lowered where `flag`, and the norms of the segments.
+
+    ``operands`` are the weights, where these have a part in it, then the gradients.
+    """
+    leaves = to_leaves(operands[min(weights, 1) :], layout, from_arena)
     if flag:
         ints = lower_first_bad(ints, [~jnp.isfinite(x) for x in leaves], first_leaf)
-    return [ints, norms_of(layout, leaves)]
+    results = [ints, norms_of(layout, leaves)]
+    if weights:
+        others = to_leaves(operands[:1], layout, True)
+        results.append(norms_of(layout, others))
+        if weights == 2:
+            results.append(_cosines(layout, leaves, others, *results[1:]))
+    return results
 
 
 def norms_of(layout: ArenaLayout, leaves: Sequence[jax.Array]) -> jax.Array:
     """The norm of every segment."""
-    dtype = norm_dtype()
-    of_blocks = [
-        norm(leaves[block.leaf].astype(dtype).reshape(block.slices, block.size))
+    of_blocks = [norm(x) for x in _slices(layout, leaves)]
+    return jnp.concatenate([*of_blocks, jnp.zeros(0, norm_dtype())])
+
+
+def _cosines(
+    layout: ArenaLayout,
+    leaves: Sequence[jax.Array],
+    others: Sequence[jax.Array],
+    norms: jax.Array,
+    norms_of_others: jax.Array,
+) -> jax.Array:
+    """Of every segment: products of unit vectors neither overflow nor get lost in underflow."""
+    ends = np.cumsum([block.slices for block in blocks(layout)])[:-1]
+    pairs = (
+        zip(
+            _slices(layout, leaves),
+            _slices(layout, others),
+            jnp.split(norms, ends),
+            jnp.split(norms_of_others, ends),
+            strict=True,
+        )
+        if len(layout.segments)
+        else ()
+    )
+    products = [jnp.sum(_unit(x, a) * _unit(y, b), axis=-1) for x, y, a, b in pairs]
+    return jnp.concatenate([*products, jnp.zeros(0, norm_dtype())])
+
+
+def _slices(layout: ArenaLayout, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """[slices, size] of every leaf that has elements."""
+    return [
+        leaves[block.leaf].astype(norm_dtype()).reshape(block.slices, block.size)
         for block in blocks(layout)
     ]
-    return jnp.concatenate(of_blocks) if of_blocks else jnp.zeros(0, dtype)
 
 
 @jax.custom_jvp
@@ -49,8 +88,14 @@ def norm(x: jax.Array) -> jax.Array:
 def _norm_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
     value = norm(x)
-    # The derivative is x / norm, and 0 where all is zero. A norm that is not finite belongs to a
-    # call that is skipped: a NaN would outlast being multiplied by that call's 0.
-    regular = ((value > 0) & jnp.isfinite(value))[..., None]
-    unit = jnp.where(regular, x / jnp.where(regular, value[..., None], 1), 0)
-    return value, jnp.sum(unit * dx, axis=-1)
+    return value, jnp.sum(_unit(x, value) * dx, axis=-1)
+
+
+def _unit(x: jax.Array, norm: jax.Array) -> jax.Array:
+    """x / norm, the norm's derivative: 0 where all is zero.
+
+    A norm that is not finite belongs to a call that is skipped: a NaN would outlast being
+    multiplied by that call's 0.
+    """
+    regular = ((norm > 0) & jnp.isfinite(norm))[..., None]
+    return jnp.where(regular, x, 0) / jnp.where(regular, norm[..., None], 1)

@@ -71,6 +71,17 @@ def pack(*leaves: jax.Array, layout: ArenaLayout) -> list[jax.Array]:
     return [jnp.concatenate([*parts, jnp.zeros(layout.size - end, layout.dtype)])]
 
 
+def spread(layout: ArenaLayout, by_segment: jax.Array) -> jax.Array:
+    """An arena with a segment's number at all its elements, and on the padding behind them."""
+    parts, first = [], 0
+    for block in blocks(layout):
+        own = by_segment[first : first + block.slices, None]
+        parts.append(jnp.broadcast_to(own, (block.slices, block.stride)).reshape(-1))
+        first += block.slices
+    end = sum(part.size for part in parts)
+    return jnp.concatenate([*parts, jnp.zeros(layout.size - end, by_segment.dtype)])
+
+
 def to_leaves(
     operands: tuple[jax.Array, ...], layout: ArenaLayout, from_arena: bool
 ) -> tuple[jax.Array, ...]:

@@ -30,14 +30,15 @@ def results_in_words(reference: Reference, index: int) -> Reference:
 def operands_in_words(reference: Reference, index: int) -> Reference:
     """The reference with the norms by segment, its operands from `index` on, as workspaces.
 
-    They come back as they are, as the results from `index` on.
+    They come back as they are, as the results from `index` on. What follows is no workspace.
     """
 
     def lowered(*operands: jax.Array, **static: Any) -> list[jax.Array]:
-        workspaces = operands[index:]
+        end = index + len(static["segments"])
+        workspaces = operands[index:end]
         norms = map(_from_words, workspaces, static["segments"])
-        results = list(reference(*operands[:index], *norms, **static))
-        return [*results[:index], *workspaces, *results[index + len(workspaces) :]]
+        results = list(reference(*operands[:index], *norms, *operands[end:], **static))
+        return [*results[:index], *workspaces, *results[end:]]
 
     return lowered
 
