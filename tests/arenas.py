@@ -18,7 +18,7 @@ LEAF_DTYPES = {
 }
 """Of each arena dtype: what the leaves beside it may have."""
 
-MOMENTS = {"sgd": 0, "momentum": 1, "nesterov": 1, "adam": 2}
+MOMENTS = {"sgd": 0, "momentum": 1, "nesterov": 1, "adam": 2, "lion": 1}
 KINDS = tuple(MOMENTS)
 
 # Empty, 0-d and odd leaves; slices with and without padding between them, at odd offsets of their
@@ -178,6 +178,10 @@ def expected_update(
             corrected = v / (1 - b2**step) + n.get("eps_root", 0.0)
             direction = m / (1 - b1**step) / (np.sqrt(corrected) + n.get("eps", 1e-8))
             moments = [m, v]
+        elif kind == "lion":
+            b1, b2 = n.get("b1", 0.9), n.get("b2", 0.999)
+            direction = np.sign(b1 * moments[0] + (1 - b1) * g)
+            moments = [b2 * moments[0] + (1 - b2) * g]
         else:
             m = n["momentum"] * moments[0] + g
             direction = m if kind == "momentum" else n["momentum"] * m + g
@@ -187,6 +191,14 @@ def expected_update(
         for x, value in zip(new, [w, *moments], strict=True):
             x[here] = value
     return new
+
+
+def on_elements(layout: ArenaLayout, by_segment: np.ndarray) -> np.ndarray:
+    """An arena with each segment's number on its elements, 1 where it is padding."""
+    numbers = np.ones(layout.size, by_segment.dtype)
+    for (start, size, *_), number in zip(layout.segments.tolist(), by_segment, strict=True):
+        numbers[start : start + size] = number
+    return numbers
 
 
 def put(x: object) -> jax.Array:
@@ -206,12 +218,14 @@ def update(
     gradients: object,
     *,
     ema: object = None,
+    ratios: object = None,
     gated: bool = False,
     backend: str,
 ) -> list[np.ndarray]:
     """`ops.update` under jit, NumPy to NumPy: the weights, the moments and the average, if any."""
     run = _jitted_update(kind, layout, gated, backend)
-    return [np.array(x) for x in run(*jax.device_put((floats, list(states), gradients, ema)))]
+    operands = floats, list(states), gradients, ema, ratios
+    return [np.array(x) for x in run(*jax.device_put(operands))]
 
 
 @functools.cache
@@ -219,10 +233,11 @@ def _jitted_update(
     kind: str, layout: ArenaLayout, gated: bool, backend: str
 ) -> Callable[..., list[jax.Array]]:
     @jax.jit
-    def run(floats, states, gradients, ema):
+    def run(floats, states, gradients, ema, ratios):
         weights, *moments = states
+        options = {"ema": ema, "ratios": ratios, "gated": gated, "backend": backend}
         new, moments, new_ema = ops.update(
-            kind, layout, floats, weights, moments, gradients, ema=ema, gated=gated, backend=backend
+            kind, layout, floats, weights, moments, gradients, **options
         )
         return [new, *moments, *([] if ema is None else [new_ema])]
 

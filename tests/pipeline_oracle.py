@@ -48,7 +48,9 @@ class Pipeline:
         decayed: for each leaf whether it has weight decay.
         of_leaf: for each leaf the numbers of its group; `scale` multiplies the learning rate, and
             a weight decay given here applies whatever `decayed` says.
-        decoupled: as in `Oracle`.
+        trusted: for each leaf whether it has a trust ratio; a trust coefficient of its group
+            applies whatever this says.
+        stacked, decoupled, optax_form: as in `Oracle`.
         skip_nonfinite: whether a cycle with a non-finite gradient updates nothing.
         loss_scale: what the gradients that come in are multiplied by.
         every: gradients a cycle.
@@ -65,7 +67,10 @@ class Pipeline:
         *,
         decayed: Sequence[bool] | None = None,
         of_leaf: Sequence[Mapping[str, Number]] | None = None,
+        trusted: Sequence[bool] | None = None,
+        stacked: Sequence[int] | None = None,
         decoupled: bool | None = None,
+        optax_form: bool = False,
         skip_nonfinite: bool = True,
         loss_scale: LossScale | None = None,
         every: int = 1,
@@ -78,16 +83,23 @@ class Pipeline:
         self.numbers = dict(numbers)
         self.of_leaf = [{} for _ in leaves] if of_leaf is None else list(of_leaf)
         decays = [True] * len(leaves) if decayed is None else decayed
+        trusts = [True] * len(leaves) if trusted is None else trusted
+        axes = [0] * len(leaves) if stacked is None else stacked
         self.optimizers = [
             Oracle(
                 kind,
                 [leaf],
                 decayed=decay or "weight_decay" in group,
                 decoupled=decoupled,
+                trusted=trust or "trust_coefficient" in group,
+                stacked=own_axes,
+                optax_form=optax_form,
                 skip_nonfinite=False,
                 **_scaled(numbers | dict(group)),
             )
-            for leaf, decay, group in zip(leaves, decays, self.of_leaf, strict=True)
+            for leaf, decay, trust, own_axes, group in zip(
+                leaves, decays, trusts, axes, self.of_leaf, strict=True
+            )
         ]
         self.skip_nonfinite, self.every = skip_nonfinite, every
         self.loss_scale = LossScale() if loss_scale is None else loss_scale
@@ -112,6 +124,10 @@ class Pipeline:
     @property
     def second_moments(self) -> list[np.ndarray]:
         return [optimizer.v[0] for optimizer in self.optimizers]
+
+    @property
+    def ratios(self) -> list[np.ndarray]:
+        return [optimizer.ratios[0] for optimizer in self.optimizers]
 
     @property
     def average(self) -> list[np.ndarray]:
@@ -156,6 +172,8 @@ class Pipeline:
         self.bad = self.bad or self.has_nan
         self.param_norm = _norm(self.weights)
         self.update_norm = 0.0
+        for optimizer in self.optimizers:
+            optimizer.start_ratios()
         if self.micro < max(every, 1):
             return
         divisor = self.loss_scale.value * self.micro
@@ -187,7 +205,7 @@ class Pipeline:
     def _update(self, mean: Sequence[np.ndarray]) -> None:
         before, bound = self.weights, self.now(self.max_value)
         for optimizer, g in zip(self.optimizers, mean, strict=True):
-            optimizer.step([np.clip(g * self.clip_factor, -bound, bound)])
+            optimizer.step([g * self.clip_factor], bound)
         self.update_norm = _norm([new - w for new, w in zip(self.weights, before, strict=True)])
         if self.ema_decay is not None:
             decay = self.now(self.ema_decay)

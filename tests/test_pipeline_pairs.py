@@ -21,6 +21,8 @@ BAD = 2  # the micro-batch with a NaN in it
 SCALE = {"initial": 8.0, "growth_interval": 2, "growth": 2.0, "backoff": 0.5, "maximum": 64.0}
 NUMBERS = {"learning_rate": 0.05, "b1": 0.8, "b2": 0.95, "eps": 0.1, "weight_decay": 0.3}
 SGD = {"learning_rate": 0.05, "weight_decay": 0.3}
+LARS = SGD | {"momentum": 0.7, "trust_coefficient": 0.4, "eps": 0.1, "max_ratio": 0.6}
+LION = {"learning_rate": 0.05, "b1": 0.8, "b2": 0.95, "weight_decay": 0.3}
 # Kind of the oracle → factory, numbers, other options.
 KINDS = {
     "adamw": (jr.adamw, NUMBERS, {}),
@@ -28,9 +30,14 @@ KINDS = {
     "sgd": (jr.sgd, SGD, {}),
     "momentum": (jr.sgd, SGD | {"momentum": 0.7}, {"decoupled": False}),
     "nesterov": (jr.sgd, SGD | {"momentum": 0.7}, {"nesterov": True}),
+    "lars": (jr.lars, LARS, {}),
+    "lars_nesterov": (jr.lars, LARS, {"nesterov": True, "optax_form": True}),
+    "lamb": (jr.lamb, NUMBERS | {"max_ratio": 1.5}, {}),
+    "lion": (jr.lion, LION, {}),
 }
+TRUST = ("lars", "lars_nesterov", "lamb")
 GROUP = {"scale": 0.5, "b1": 0.6, "momentum": 0.5, "weight_decay": 0.2}
-BIASES = {"learning_rate": 0.02, "eps": 0.3}
+BIASES = {"learning_rate": 0.02, "eps": 0.3, "trust_coefficient": 0.5}
 
 
 @dataclasses.dataclass
@@ -224,8 +231,16 @@ def make_oracle(case: Case, plan: Any, params: Any, numbers: dict[str, float]) -
         options["of_leaf"] = [case.own(given.get(leaf.path, {})) for leaf in plan.leaves]
     decayed = [leaf.region in jr.WEIGHTS for leaf in plan.leaves]
     decoupled = KINDS[case.kind][2].get("decoupled")
-    leaves = trained(plan, params)
-    return Pipeline(case.kind, leaves, decayed=decayed, decoupled=decoupled, **options)
+    return Pipeline(
+        case.kind,
+        trained(plan, params),
+        decayed=decayed,
+        trusted=decayed,
+        stacked=[leaf.stacked for leaf in plan.leaves],
+        decoupled=decoupled,
+        optax_form=KINDS[case.kind][2].get("optax_form", False),
+        **options,
+    )
 
 
 def trained(plan: Any, values: Any) -> list[np.ndarray]:
@@ -246,6 +261,8 @@ def assert_is_that_of_the_oracle(state: Any, seen: Any, oracle: Pipeline, case: 
     for i, series in enumerate(kept):
         arenas = [moments[i] for moments in state.moments]
         assert_all_close(by_path(state, arenas).values(), series, f"moment {i}")
+    if case.kind in TRUST:
+        assert_all_close(state.trust_ratios().values(), oracle.ratios, "ratio")
     if "ema_params" in seen:
         assert_all_close(trained(plan, seen["ema_params"]), oracle.average, "average")
     for name in ("step", "calls", "skipped", "consecutive_skips", "has_nan"):
@@ -255,7 +272,7 @@ def assert_is_that_of_the_oracle(state: Any, seen: Any, oracle: Pipeline, case: 
         wanted["loss_scale"] = oracle.loss_scale.value
     if "max_norm" in case.features:
         wanted["clip_factor"] = oracle.clip_factor
-    if {"max_norm", "metrics"} & set(case.features):
+    if {"max_norm", "metrics"} & set(case.features) or case.kind.startswith("lars"):
         wanted["grad_norm"] = oracle.grad_norm
     if "metrics" in case.features:
         for name in ("param_norm", "update_norm", "leaf_grad_norm"):
@@ -282,7 +299,10 @@ def run(features: tuple[str, ...], backend: str, kind: str = "adamw") -> None:
     def create(params: Any, rate: Any) -> jr.TrainState:
         factory, _, options = KINDS[kind]
         options = options | case.optimizer | ({"learning_rate": rate} if many else {})
-        optimizer = factory(mask="weights", backend=backend, **options)
+        options["weight_decay_mask" if factory is jr.lars else "mask"] = "weights"
+        if kind in TRUST:
+            options["trust_ratio_mask"] = "weights"
+        optimizer = factory(backend=backend, **options)
         return jr.TrainState.create(params, optimizer, **case.create)
 
     def step(state: jr.TrainState, micro_batches: Any) -> Any:
@@ -331,9 +351,15 @@ def test_some_pairs_are_right_on_the_native_backends(features, backend):
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"adamw"}))
 def test_every_optimizer_has_every_feature(kind, backend):
     features = ("loss_scale", "max_norm", "max_value", "ema", "accumulate", "groups", "metrics")
-    run(features, backend, kind)
+    run((*features, *(("stacked",) if kind in TRUST else ())), backend, kind)
 
 
-def test_everything_together_is_right(backend):
+@pytest.mark.parametrize("kind", ["adamw", *TRUST])
+def test_everything_together_is_right(kind, backend):
     with jax.enable_x64(True):
-        run(EVERYTHING, backend)
+        run(EVERYTHING, backend, kind)
+
+
+@pytest.mark.parametrize("kind", TRUST)
+def test_trust_ratios_of_sums_of_micro_batches_are_right(kind, backend):
+    run(("loss_scale", "max_norm", "zero_gradients", "stacked"), backend, kind)

@@ -21,6 +21,7 @@ from arenas import (
     make_floats,
     make_layout,
     native_backends,
+    on_elements,
     random_leaves,
     to_arena,
     to_leaves,
@@ -54,8 +55,9 @@ def wild_states(layout, kind, rng):
     return [*states[:2], *(np.abs(v) for v in states[2:])]
 
 
-def ieee_update(kind, layout, floats, states, gradient):
+def ieee_update(kind, layout, floats, states, gradient, ratios=None):
     """The update in the arena's own arithmetic: each operation is rounded once, in this order."""
+    ratio = None if ratios is None else on_elements(layout, ratios).astype(layout.dtype)
     dtype = layout.dtype.type
     floats = floats.astype(layout.dtype)
     new = [x.copy() for x in states]
@@ -64,6 +66,11 @@ def ieee_update(kind, layout, floats, states, gradient):
         here = groups == group
         w, *moments = (x[here] for x in states)
         g = np.clip(gradient[here] * floats[s.GRAD_FACTOR], -bound, bound) + row[s.L2] * w
+        lr, lr_wd = row[s.LR], row[s.LR_WD]
+        if ratio is not None and row[s.LR_IN_MOMENT]:
+            g, lr = lr * ratio[here] * g, dtype(1)
+        elif ratio is not None:
+            lr, lr_wd = lr * ratio[here], lr_wd * ratio[here]
         if kind == "sgd":
             u = g
         elif kind == "adam":
@@ -71,11 +78,15 @@ def ieee_update(kind, layout, floats, states, gradient):
             v = (dtype(1) - row[s.ONE_MINUS_B2]) * moments[1] + row[s.ONE_MINUS_B2] * (g * g)
             u = m * row[s.C1] / (np.sqrt(v * row[s.C2] + row[s.EPS_ROOT]) + row[s.EPS])
             moments = [m, v]
+        elif kind == "lion":
+            m, omb1, omb2 = moments[0], row[s.ONE_MINUS_B1], row[s.ONE_MINUS_B2]
+            u = np.sign((dtype(1) - omb1) * m + omb1 * g)
+            moments = [(dtype(1) - omb2) * m + omb2 * g]
         else:
             m = row[s.MOMENTUM] * moments[0] + g
             u = m if kind == "momentum" else row[s.MOMENTUM] * m + g
             moments = [m]
-        w = w - (row[s.LR_WD] * w + row[s.LR] * u)
+        w = w - (lr_wd * w + lr * u)
         for x, value in zip(new, [w, *moments], strict=True):
             x[here] = value
     return new
@@ -197,6 +208,23 @@ def test_bits_of_an_element_depend_on_nothing_around_it(kind, own, backend):
                     assert_same_bits(to_leaves(layout, x)[1].reshape(-1), y)
 
 
+@native_backends
+@pytest.mark.parametrize("dtype", LEAF_DTYPES)
+@pytest.mark.parametrize("kind", ["nesterov", "adam"])
+def test_trust_ratios_have_the_bits_of_ieee_arithmetic(kind, dtype, backend):
+    layout, floats, states, leaves, _ = problem(kind, dtype)
+    floats = floats.copy()
+    group_rows(floats)[1, s.LR_IN_MOMENT] = 1
+    # Neighbouring slices have ratios of their own.
+    ratios = np.random.default_rng(7).uniform(0.01, 3, len(layout.segments)).astype(dtype)
+    with np.errstate(all="ignore"):
+        wanted = ieee_update(kind, layout, floats, states, to_arena(layout, leaves), ratios)
+    with jax.enable_x64(dtype == "float64"):
+        for gradients in leaves, to_arena(layout, leaves):
+            got = update(kind, layout, floats, states, gradients, ratios=ratios, backend=backend)
+            assert_bits_where_not_nan(got, wanted)
+
+
 def on(device, fn, *operands):
     placed = jax.device_put(operands, device)
     return jax.tree.map(np.array, jax.jit(fn)(*placed))
@@ -223,7 +251,11 @@ def test_cpu_and_cuda_have_the_same_bits_over_whole_steps(kind, dtype):
         backoff=0.5,
         min_scale=0.1,
         one_minus_ema=0.3,
+        max_ratio=50.0,
     )
+    group_rows(floats)[:, s.TRUST] = 0.1, 0.2
+    group_rows(floats)[1, s.LR_IN_MOMENT] = 1
+    groups = [layout.segments[:, 4].astype(np.int32)]
     states = [*wild_states(layout, kind, rng), *wild_states(layout, "sgd", rng)]
     operands = floats, s.initial_ints(), states, steps
     dtypes = [LEAF_DTYPES[dtype][i % 3] for i in range(len(sizes))]
@@ -232,17 +264,41 @@ def test_cpu_and_cuda_have_the_same_bits_over_whole_steps(kind, dtype):
         count = [len(layout.segments)]
         for leaves in steps:
             weights, *moments, ema = states
-            ints, workspace = ops.norms(layout, ints, leaves, flag=True, backend=backend)
-            floats, ints, norms, _ = ops.finish(
-                floats, ints, [workspace], count, gradients=1, by_segment=True, backend=backend
+            ints, *workspaces = ops.norms(
+                layout, ints, leaves, weights=weights, products=True, flag=True, backend=backend
+            )
+            floats, ints, norms, (of_lars,) = ops.finish(
+                floats,
+                ints,
+                workspaces,
+                count * 3,
+                gradients=1,
+                by_segment=True,
+                trust=2,
+                groups=groups,
+                backend=backend,
             )
             series = layout, floats, weights, moments, leaves
-            (workspace,) = ops.update_norms(kind, *series, backend=backend)
+            workspaces = ops.update_norms(kind, *series, direction=True, backend=backend)
+            floats, (of_lamb,) = ops.finish_ratios(
+                floats, workspaces, count * 2, groups, backend=backend
+            )
+            ratios = of_lamb if kind == "adam" else of_lars
+            (workspace,) = ops.update_norms(kind, *series, ratios=ratios, backend=backend)
             floats = ops.finish_update(floats, [workspace], count, backend=backend)
             weights, moments, ema = ops.update(
-                kind, layout, floats, weights, moments, leaves, ema=ema, backend=backend
+                kind,
+                layout,
+                floats,
+                weights,
+                moments,
+                leaves,
+                ema=ema,
+                ratios=ratios,
+                backend=backend,
             )
             states = [weights, *moments, ema]
+            norms = [*norms, of_lars, of_lamb]
         leaves = ops.unpack(layout, states[0], dtypes, backend=backend)
         return floats, ints, states, norms, leaves, ops.pack(layout, leaves, backend=backend)
 
