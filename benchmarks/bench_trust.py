@@ -1,0 +1,92 @@
+"""LARS, LAMB and Lion against optax's, and against a plain copy.
+
+    python benchmarks/bench_trust.py [--models resnet50,many2000] [--json FILE]
+    python benchmarks/bench_trust.py --quick
+
+Steps follow each other in one loop on the device, see bench_pipeline.py. Bytes are what a step must
+move: for LARS 28 a parameter (weights and gradients for the norms, then weights, momentum and
+gradients), 48 for LAMB (a look at the gradients, the norms of the update, the update), 24 for Lion
+after its look at the gradients.
+"""
+
+import argparse
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from bench_pipeline import launches, loop, optax_step, our_step
+from bench_update import LEARNING_RATE, WEIGHT_DECAY, Side, random_tree
+from timing import Seconds, alternate, copy_rate, report, step_row
+
+import jaxrenaissance as jr
+from jaxrenaissance.models import named_shapes
+
+FACTORIES = {
+    "lars": (jr.lars, optax.lars),
+    "lamb": (jr.lamb, optax.lamb),
+    "lion": (jr.lion, optax.lion),
+}
+BYTES = {"lars": 28, "lamb": 48, "lion": 24}
+BYTES_OPTAX = {"lars": 28, "lamb": 36, "lion": 20}
+
+
+def bench(model: str, kind: str, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """The rows of one model and optimizer."""
+    params = random_tree(named_shapes(model), 0, 0.1)
+    gradients = random_tree(named_shapes(model), 1, 0.01, jnp.float32)
+    ours, theirs = FACTORIES[kind]
+    state = jr.TrainState.create(params, ours(LEARNING_RATE, weight_decay=WEIGHT_DECAY))
+    optimizer = theirs(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    names = f"ours: {kind}", f"optax: {kind}"
+    step = functools.partial(optax_step, optimizer)
+    sides = {
+        names[0]: Side(functools.partial(loop, our_step, steps), state, gradients),
+        names[1]: Side(
+            functools.partial(loop, step, steps), (params, optimizer.init(params)), gradients
+        ),
+    }
+    counts = {names[0]: launches(sides[names[0]])}
+    times = {
+        name: Seconds(time.median / steps, time.spread / steps)
+        for name, time in alternate(sides, rounds=rounds).items()
+    }
+    del sides
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(gradients))
+    rate = copy_rate(BYTES[kind] * num_parameters)
+    nbytes = dict(zip(names, (BYTES[kind], BYTES_OPTAX[kind]), strict=True))
+    return [
+        {
+            "model": model,
+            "parameters": num_parameters,
+            "leaves": len(jax.tree.leaves(gradients)),
+            "side": name,
+            **step_row(time, times[names[1]], nbytes[name], num_parameters, rate),
+            "launches": counts.get(name),
+        }
+        for name, time in times.items()
+    ]
+
+
+def main() -> None:
+    """Runs the benchmark from the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default="resnet50,many2000")
+    parser.add_argument("--steps", type=int, default=20, help="steps in one loop")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args()
+    if args.quick:
+        args.models, args.steps, args.rounds = "mlp", 2, 2
+    rows = []
+    for model in args.models.split(","):
+        for kind in FACTORIES:
+            rows += bench(model, kind, args.steps, args.rounds)
+            print(f"{model}, {kind} done", flush=True)
+    report("Trust ratios and signs", rows, args.json)
+
+
+if __name__ == "__main__":
+    main()
