@@ -92,7 +92,11 @@ def copy_rate(nbytes: int, *, rounds: int = 9) -> float:
 
 
 def step_row(
-    time: Seconds, optax_time: Seconds, bytes_per_parameter: int, num_parameters: int, rate: float
+    time: Seconds,
+    optax_time: Seconds | None,
+    bytes_per_parameter: int,
+    num_parameters: int,
+    rate: float,
 ) -> dict[str, Any]:
     """The columns that compare a step with optax's and with a copy at ``rate`` bytes a second."""
     return {
@@ -101,7 +105,7 @@ def step_row(
         "bytes_per_parameter": bytes_per_parameter,
         "copy_fraction": bytes_per_parameter * num_parameters / time.median / rate,
         "copy_gb_per_s": rate / 1e9,
-        "ratio_to_optax": optax_time.median / time.median,
+        "ratio_to_optax": None if optax_time is None else optax_time.median / time.median,
     }
 
 
