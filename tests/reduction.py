@@ -19,16 +19,21 @@ def pairwise(values: np.ndarray) -> np.float64:
 
 
 def sum_of_squares(x: np.ndarray) -> np.float64:
-    """Of one segment.
+    """Of one segment."""
+    return sum_of_products(x, x)
+
+
+def sum_of_products(x: np.ndarray, y: np.ndarray) -> np.float64:
+    """Of one segment and another one's elements.
 
     A chunk of 1024 elements is 8 rows of 32 lanes of 4. Rows are added in order, the four of a lane
     crosswise, lanes by halves; chunks pairwise, of which eight make a partial.
     """
-    x = np.asarray(x, np.float64).reshape(-1)
-    squares = np.square(np.pad(x, (0, -len(x) % CHUNK))).reshape(-1, 8, 32, 4)
-    sums = np.zeros((len(squares), 32, 4))
+    x, y = (np.asarray(z, np.float64).reshape(-1) for z in (x, y))
+    products = np.pad(x * y, (0, -len(x) % CHUNK)).reshape(-1, 8, 32, 4)
+    sums = np.zeros((len(products), 32, 4))
     for row in range(8):
-        sums = sums + squares[:, row]
+        sums = sums + products[:, row]
     lanes = (sums[..., 0] + sums[..., 2]) + (sums[..., 1] + sums[..., 3])
     for half in 16, 8, 4, 2, 1:
         lanes = lanes[:, :half] + lanes[:, half:]
