@@ -1,5 +1,7 @@
 """Derivatives through whole steps on the xla backend: by hand, and as finite differences."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,7 +96,7 @@ def test_through_every_norm_of_the_metrics():
         np.testing.assert_allclose(got["leaf_grad_norm"], [9 / 5, 0, 0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", [jr.sgd, jr.adam])
+@pytest.mark.parametrize("optimizer", [jr.sgd, jr.adam, jr.lars, jr.lamb])
 def test_gradients_that_are_all_zero_have_derivatives(optimizer):
     state = make({"w": jnp.ones(3)}, optimizer, max_norm=1.0, metrics=["update_norm", "leaves"])
 
@@ -120,6 +122,10 @@ def test_the_norm_of_very_large_and_small_gradients(scale):
 
 # In float64, as finite differences, by the learning rate and by a number in the gradients.
 
+LARS = functools.partial(
+    jr.lars, trust_coefficient=0.5, weight_decay_mask=True, trust_ratio_mask=True
+)
+LAMB = functools.partial(jr.lamb, mask=True, trust_ratio_mask=True)
 OPTIONS = {
     "clipped": {"max_norm": 0.5, "momentum": 0.9},
     "clipped twice": {"max_norm": 1.0, "max_value": 0.55},
@@ -130,6 +136,10 @@ OPTIONS = {
     "cycles": {"accumulate": jr.Accumulate(2), "max_norm": 0.5, "ema_decay": 0.5},
     "norms": {"metrics": ["grad_norm", "param_norm", "update_norm", "leaves"], "max_norm": 0.5},
     "groups": {"groups": [jr.Group("b", scale=0.5)], "max_norm": 0.5},
+    "lars": {"optimizer": LARS, "weight_decay": 0.1, "max_norm": 2.0, "metrics": "update_norm"},
+    "lars as optax": {"optimizer": LARS, "weight_decay": 0.1, "eps": 0.1, "optax_form": True},
+    "lars without decay as optax": {"optimizer": LARS, "nesterov": True, "optax_form": True},
+    "lamb": {"optimizer": LAMB, "weight_decay": 0.1, "max_norm": 2.0, "metrics": "update_norm"},
 }
 
 
@@ -194,12 +204,16 @@ def test_through_sums_of_micro_batches():
         assert_derivatives(run, 0.25, 1.25, wanted=differences(run, 0.25, 1.25), rtol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_skipped_call_adds_nothing(bad):
+@pytest.mark.parametrize(
+    ("bad", "optimizer"),
+    [(np.nan, jr.adam), (np.inf, jr.adam), (np.nan, LARS), (np.inf, LAMB)],
+    ids=["adam nan", "adam inf", "lars nan", "lamb inf"],
+)
+def test_a_skipped_call_adds_nothing(bad, optimizer):
     def run(added, learning_rate, x):
         state = make(
             params64(),
-            jr.adam,
+            optimizer,
             learning_rate,
             max_norm=0.5,
             ema_decay=0.5,

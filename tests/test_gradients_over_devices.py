@@ -70,6 +70,15 @@ def test_a_nan_on_one_device_skips_the_update_on_all(options, check_vma):
     np.testing.assert_allclose(state.params["b"], -1 / (np.sqrt(11) if options else 1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_trust_ratios_are_those_of_the_mean(check_vma):
+    optimizer = jr.lars(1.0, trust_coefficient=0.5, trust_ratio_mask=True, backend="xla")
+    state = jr.TrainState.create(PARAMS, optimizer)
+    state, _ = sharded_step(check_vma)(state, jnp.arange(1.0, 2 * DEVICES + 1))
+    np.testing.assert_allclose(state.trust_ratios()["w"], 0.5 / 4.5, rtol=1e-6)
+    np.testing.assert_allclose(state.params["w"], np.full((3, 2), 0.5), rtol=1e-6)
+
+
 def test_members_of_a_mapped_axis_share_one_sum():
     step = jax.vmap(local_step, axis_name="data", in_axes=(None, 0))
     states, counts = step(make_state(), jnp.asarray([[1.0, 3.0], [5.0, 7.0]]))

@@ -164,7 +164,7 @@ WRONG = {
         {"gradients": changed(LEAVES, 3, dtype=np.int32)},
         r"gradients\[3\]: got int32",
     ),
-    "kind of norms": ("update_norms", {"kind": "lion"}, "kind: got 'lion', wanted one of sgd"),
+    "kind of norms": ("update_norms", {"kind": "adamw"}, "kind: got 'adamw', wanted one of sgd"),
     "moment too few for norms": (
         "update_norms",
         {"moments": (ARENA,)},

@@ -1,5 +1,7 @@
 """What a step runs: the ops of each set of options, and no buffer for what is not asked for."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -57,7 +59,9 @@ def ops_of(jaxpr):
     """The package's ops in the order of the program; an update of any kind is one name."""
     names = [equation.primitive.name for equation in equations(jaxpr)]
     names = [x.removeprefix("jaxrenaissance_") for x in names if x.startswith("jaxrenaissance_")]
-    return [x.removesuffix("_adam") for x in names]
+    return [
+        re.sub(r"^(update|update_norms)_(momentum|nesterov|adam|lion)$", r"\1", x) for x in names
+    ]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -68,6 +72,47 @@ def test_ops_and_buffers(options):
     jaxpr = jax.make_jaxpr(lambda s, g: s.apply_gradients(g))(state, mlp())
     assert ops_of(jaxpr) == ops
     assert len(jax.tree.leaves(state)) == buffers
+
+
+LAMB = ["statistics", "prologue", "update_norms", "finish_ratios", "update"]
+OTHERS = {
+    "lars": (jr.lars, {}, ["norms", "finish", "update"], 5),
+    "lars, optax_form, max_norm": (
+        jr.lars,
+        {"optax_form": True, "max_norm": 1.0, "metrics": ["grad_norm", "param_norm"]},
+        ["norms", "finish", "update"],
+        5,
+    ),
+    "lars, accumulate": (
+        jr.lars,
+        {"accumulate": jr.Accumulate(2)},
+        ["accumulate", "norms", "finish", "update"],
+        6,
+    ),
+    "lamb": (jr.lamb, {}, LAMB, 6),
+    "lamb, norms": (
+        jr.lamb,
+        {"max_norm": 1.0, "metrics": "update_norm"},
+        ["norms", "finish", *LAMB[2:4], "update_norms", "finish_update", "update"],
+        6,
+    ),
+    "lion": (jr.lion, {}, ["statistics", "prologue", "update"], 4),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ops_and_buffers_of_other_optimizers(name):
+    factory, options, ops, buffers = OTHERS[name]
+    state = jr.TrainState.create(mlp(), factory(0.1, backend="auto", **options))
+    jaxpr = jax.make_jaxpr(lambda s, g: s.apply_gradients(g))(state, mlp())
+    assert ops_of(jaxpr) == ops
+    assert len(list(equations(jaxpr))) == len(ops)
+    assert len(jax.tree.leaves(state)) == buffers
+
+
+def test_reading_trust_ratios_launches_nothing():
+    state = jr.TrainState.create(mlp(), jr.lars(0.1, backend="auto"))
+    assert ops_of(jax.make_jaxpr(lambda s: s.trust_ratios())(state)) == []
 
 
 def test_a_plain_step_is_three_ops_and_nothing_beside_them():

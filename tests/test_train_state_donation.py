@@ -60,6 +60,10 @@ def test_buffers_of_a_donated_state_are_used_again(backend):
         {"max_norm": 1.0, "ema_decay": 0.9, "loss_scale": jr.DynamicLossScale()},
         {"accumulate": jr.Accumulate(2), "max_norm": 1.0, "ema_decay": 0.9},
         {"metrics": ["leaves", "param_norm", "update_norm"]},
+        {"factory": jr.lars, "metrics": "update_norm"},
+        {"factory": jr.lars, "accumulate": jr.Accumulate(2), "optax_form": True},
+        {"factory": jr.lamb, "metrics": "update_norm"},
+        {"factory": jr.lion},
     ],
 )
 def test_a_donated_step_of_a_nonlinear_model_copies_no_arena(options, backend):
@@ -67,7 +71,9 @@ def test_a_donated_step_of_a_nonlinear_model_copies_no_arena(options, backend):
         pytest.skip("plain jax.numpy slices and joins arenas")
     params = {f"layer{i}": mlp(i, width=17) for i in range(3)}
     schedule = optax.cosine_decay_schedule(1e-3, 10)
-    optimizer = jr.adamw(schedule, mask="weights", backend=backend, **options)
+    factory, options = options.get("factory", jr.adamw), {**options}
+    options.pop("factory", None)
+    optimizer = factory(schedule, backend=backend, **options)
     state = jr.TrainState.create(params, optimizer, compute_dtype="bfloat16")
 
     def step(state, x):

@@ -1,9 +1,10 @@
-"""All ops of a step at once: a cycle of micro-batches, norms, an update with an average, a lerp."""
+"""All ops of a step at once: a cycle of micro-batches, norms, ratios, updates, a lerp."""
 
 import numpy as np
 from arenas import (
     assert_close,
     expected_update,
+    group_rows,
     make_floats,
     random_leaves,
     random_states,
@@ -14,8 +15,11 @@ from jaxrenaissance import ops, scalars
 
 
 def whole_step(layout, backend):
-    """A function from all operands to the scalars, counters, states, norms and moved arenas."""
-    segments = [len(layout.segments)]
+    """A function from all operands to the scalars, counters, states, norms and moved arenas.
+
+    Behind the norms are trust ratios, with which only one of the moved arenas has to do.
+    """
+    segments, groups = [len(layout.segments)], [layout.segments[:, 4].astype(np.int32)]
 
     def run(floats, ints, states, gradients, taus):
         weights, m, v, ema, accumulator = states
@@ -23,16 +27,24 @@ def whole_step(layout, backend):
         ints, total, workspace = ops.accumulate(
             layout, ints, accumulator, gradients, flag=True, norms=True, **where
         )
-        ints, of_weights = ops.norms(layout, ints, weights, flag=False, **where)
-        floats, ints, norms, _ = ops.finish(
+        ints, _, *others = ops.norms(
+            layout, ints, total, weights=weights, products=True, flag=False, **where
+        )
+        floats, ints, norms, of_lars = ops.finish(
             floats,
             ints,
-            [workspace, of_weights],
-            segments * 2,
+            [workspace, *others],
+            segments * 3,
             gradients=1,
             by_segment=True,
+            trust=2,
+            groups=groups,
             **where,
         )
+        series = "adam", layout, floats, weights, (m, v), total
+        workspaces = ops.update_norms(*series, direction=True, **where)
+        floats, of_lamb = ops.finish_ratios(floats, workspaces, segments * 2, groups, **where)
+        scaled, _, _ = ops.update(*series, ratios=of_lars[0] + of_lamb[0], **where)
         (change,) = ops.update_norms("adam", layout, floats, weights, (m, v), total, **where)
         floats = ops.finish_update(floats, [change], segments, **where)
         weights, (m, v), ema = ops.update(
@@ -42,7 +54,8 @@ def whole_step(layout, backend):
         moved = ops.lerp(layout, taus, [m, v], weights, **where)
         zeroed = ops.lerp(layout, taus, [m], None, **where)
         nearer = ops.lerp(layout, taus, [weights], gradients, **where)
-        return floats, ints, states, norms, [*moved, *zeroed, *nearer]
+        norms = [*norms, *of_lars, *of_lamb]
+        return floats, ints, states, norms, [scaled, *moved, *zeroed, *nearer]
 
     return run
 
@@ -52,6 +65,7 @@ def whole_step_operands(layout, rng, source="leaves"):
     floats = make_floats(
         max_norm=2.0, max_value=0.5, one_minus_ema=0.25, loss_scale=4.0, backoff=0.5
     )
+    group_rows(floats)[:, scalars.TRUST] = 0.5, 0.0
     ints = scalars.initial_ints()
     ints[[scalars.EVERY, scalars.MICRO]] = 2, 1
     states = [*random_states(layout, "adam", rng), *random_states(layout, "momentum", rng)]
