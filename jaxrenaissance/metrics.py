@@ -42,20 +42,13 @@ def trust_ratios(plan: MemoryPlan, by_segment: Arenas) -> dict[str, Any]:
     for layout, ratios in zip(plan.arenas, by_segment, strict=True):
         if not isinstance(ratios, jax.core.Tracer):
             ratios = np.asarray(ratios)  # One transfer, and no dispatch for each leaf.
+        counts = np.bincount(layout.segments[:, 2], minlength=len(layout.leaves)).tolist()
         first = 0
-        for i, count in zip(
-            layout.leaves,
-            np.bincount(layout.segments[:, 2], minlength=len(layout.leaves)).tolist(),
-            strict=True,
-        ):
+        for i, count in zip(layout.leaves, counts, strict=True):
             leaf = plan.leaves[i]
-            shape = (*ratios.shape[:-1], *leaf.shape[: leaf.stacked])
-            own = (
-                ratios[..., first : first + count].reshape(shape)
-                if count
-                else np.ones(shape, ratios.dtype)
-            )
-            found[leaf.path] = own
+            own = ratios[..., first : first + count]
+            shape = (*own.shape[:-1], *leaf.shape[: leaf.stacked])
+            found[leaf.path] = own.reshape(shape) if count else np.ones(shape, own.dtype)
             first += count
     return {leaf.path: found[leaf.path] for leaf in plan.leaves}
 

@@ -165,12 +165,10 @@ def _look_at(
                 **where,
             )
             by_arena.append(workspaces)
-        elif spec.accumulate:
-            continue
-        elif spec.norms:
+        elif spec.norms and not spec.accumulate:
             ints, workspace = ops.norms(layout, ints, own[i], flag=flag, **where)
             by_arena.append([workspace])
-        elif flag and not from_arena:
+        elif flag and not (from_arena or spec.accumulate):
             ints = ops.statistics(layout, ints, own[i], **where)
     return ints, tuple(sums), tuple(itertools.chain(*zip(*by_arena, strict=True)))
 

@@ -574,9 +574,10 @@ class TrainState:
 
             - the optimizer's hyperparameters, and each group's own as "group/name";
             - `loss_scale`, where there is one: what the next call uses;
-            - `grad_norm`, with `max_norm` or the metric "grad_norm" or "leaves": the global norm of
-              the gradients, unscaled and unclipped; with accumulation that of the mean, of the last
-              whole cycle. Infinite in float32 from 3.4e38 on, where clipping is still right;
+            - `grad_norm`, with `max_norm`, LARS or the metric "grad_norm" or "leaves": the global
+              norm of the gradients, unscaled and unclipped; with accumulation that of the mean, of
+              the last whole cycle. Infinite in float32 from 3.4e38 on, where clipping is still
+              right;
             - `clip_factor`, with `max_norm`: what the gradients were multiplied by, at most 1;
             - `param_norm`, where asked for: of the trained parameters, before the call;
             - `update_norm`, where asked for: of their change, 0 where the call updated nothing;

@@ -4,8 +4,8 @@ A native backend writes, of each segment, sums of squares in float64 over stretc
 elements; before these, the number of each segment's first sum, and that of all. The size is part of
 the ABI.
 
-The xla backend leaves floats, a norm a segment, as integers would cut off derivatives; where it
-stands in for a primitive, their bits are the first words.
+The xla backend leaves floats, a norm a segment, and of products a cosine, as integers would cut off
+derivatives; where it stands in for a primitive, their bits are the first words.
 """
 
 import jax

@@ -73,8 +73,8 @@ def finish(
             d = \lVert g \rVert + \text{L2} \lVert w \rVert + \text{EPS} \ \text{or, as optax
             has it,}\ d = \lVert g + \text{L2}\, w \rVert + \text{EPS}
 
-    and 1 where TRUST is 0, where the norm of the weights or that in d is 0 or less than MIN_NORM,
-    and where the call updates nothing.
+    and 1 where TRUST is 0, where the norm of w or the first in d is 0 or less than MIN_NORM, and
+    where the call updates nothing.
 
     Args:
       floats: float32 or float64 [HEADER + groups * ROW]; updated in place where donated.

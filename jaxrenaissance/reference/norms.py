@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..plan import ArenaLayout
 from ..workspaces import norm_dtype
@@ -51,19 +50,11 @@ def _cosines(
     norms_of_others: jax.Array,
 ) -> jax.Array:
     """Of every segment: products of unit vectors neither overflow nor get lost in underflow."""
-    ends = np.cumsum([block.slices for block in blocks(layout)])[:-1]
-    pairs = (
-        zip(
-            _slices(layout, leaves),
-            _slices(layout, others),
-            jnp.split(norms, ends),
-            jnp.split(norms_of_others, ends),
-            strict=True,
-        )
-        if len(layout.segments)
-        else ()
-    )
-    products = [jnp.sum(_unit(x, a) * _unit(y, b), axis=-1) for x, y, a, b in pairs]
+    products, first = [], 0
+    for x, y in zip(_slices(layout, leaves), _slices(layout, others), strict=True):
+        own = slice(first, first + len(x))
+        products.append(jnp.sum(_unit(x, norms[own]) * _unit(y, norms_of_others[own]), axis=-1))
+        first = own.stop
     return jnp.concatenate([*products, jnp.zeros(0, norm_dtype())])
 
 
