@@ -214,7 +214,7 @@ def test_bits_of_an_element_depend_on_nothing_around_it(kind, own, backend):
 def test_trust_ratios_have_the_bits_of_ieee_arithmetic(kind, dtype, backend):
     layout, floats, states, leaves, _ = problem(kind, dtype)
     floats = floats.copy()
-    group_rows(floats)[1, s.LR_IN_MOMENT] = 1
+    group_rows(floats)[1, s.LR_IN_MOMENT] = kind == "nesterov"
     # Neighbouring slices have ratios of their own.
     ratios = np.random.default_rng(7).uniform(0.01, 3, len(layout.segments)).astype(dtype)
     with np.errstate(all="ignore"):
@@ -254,7 +254,7 @@ def test_cpu_and_cuda_have_the_same_bits_over_whole_steps(kind, dtype):
         max_ratio=50.0,
     )
     group_rows(floats)[:, s.TRUST] = 0.1, 0.2
-    group_rows(floats)[1, s.LR_IN_MOMENT] = 1
+    group_rows(floats)[1, s.LR_IN_MOMENT] = kind in ("momentum", "nesterov")
     groups = [layout.segments[:, 4].astype(np.int32)]
     states = [*wild_states(layout, kind, rng), *wild_states(layout, "sgd", rng)]
     operands = floats, s.initial_ints(), states, steps
