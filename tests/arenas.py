@@ -267,6 +267,16 @@ def native_backends(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.native(pytest.mark.parametrize("backend", params, indirect=True)(test))
 
 
+def kinds_on_native_backends(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test with every kind on the native backends, and with one on the xla backend, whose
+    updates are jax.numpy and know nothing of transformations."""
+    params = [("xla", "adam")]
+    for kind in KINDS:
+        params.append(pytest.param("cpu", kind, marks=pytest.mark.native))
+        params.append(pytest.param("cuda", kind, marks=[pytest.mark.native, pytest.mark.gpu]))
+    return pytest.mark.parametrize(("backend", "kind"), params, indirect=["backend"])(test)
+
+
 def assert_all_ops_are_right(
     kind: str,
     layout: ArenaLayout,

@@ -9,16 +9,18 @@ import pytest
 
 import jaxrenaissance as jr
 
+NORMS = ["grad_norm", "param_norm", "update_norm", "leaves"]
+
 
 def make(params, optimizer=jr.sgd, learning_rate=1.0, stacked=None, **options):
     optimizer = optimizer(learning_rate, backend="xla", **options)
     return jr.TrainState.create(params, optimizer, stacked=stacked)
 
 
-def assert_derivatives(fn, *at, wanted, rtol=1e-6, atol=1e-7):
-    """Of a scalar or an array by each scalar argument, forward and reverse, compiled."""
+def assert_derivatives(fn, *at, wanted, rtol=1e-6, atol=1e-7, modes=(jax.jacfwd, jax.jacrev)):
+    """Of a scalar or an array by each scalar argument, compiled."""
     argnums = tuple(range(len(at)))
-    for derivative in jax.jacfwd, jax.jacrev:
+    for derivative in modes:
         got = jax.jit(derivative(fn, argnums))(*at)
         for a, b in zip(got, wanted, strict=True):
             np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
@@ -68,7 +70,6 @@ def test_by_the_bound_itself():
 
 
 def test_through_every_norm_of_the_metrics():
-    metrics = "grad_norm", "param_norm", "update_norm", "leaves"
     names = "grad_norm", "clip_factor", "param_norm", "update_norm", "leaf_grad_norm"
     params = {"rows": jnp.zeros((2, 2)), "still": jnp.zeros((2, 3)), "w": jnp.zeros(1)}
 
@@ -79,7 +80,7 @@ def test_through_every_norm_of_the_metrics():
             stacked={"rows": 1, "still": 1},
             learning_rate=0.5,
             max_norm=2.0,
-            metrics=metrics,
+            metrics=NORMS,
         )
         rows = jnp.stack([jnp.zeros(2), jnp.stack([3 * x, 4.0])])
         grads = {"rows": rows, "still": jnp.zeros((2, 3)), "w": jnp.full(1, 12.0)}
@@ -127,18 +128,26 @@ LARS = functools.partial(
 )
 LAMB = functools.partial(jr.lamb, mask=True, trust_ratio_mask=True)
 OPTIONS = {
-    "clipped": {"max_norm": 0.5, "momentum": 0.9},
-    "clipped twice": {"max_norm": 1.0, "max_value": 0.55},
+    "clipped twice": {"max_norm": 1.0, "max_value": 0.55, "momentum": 0.9},
     "adamw": {"optimizer": jr.adamw, "max_norm": 0.5, "weight_decay": 0.1, "mask": True},
     "adam without b1": {"optimizer": jr.adam, "b1": 0.0},
-    "loss scale": {"loss_scale": jr.DynamicLossScale(2.0**10, growth_interval=1), "max_norm": 0.5},
-    "average": {"ema_decay": 0.75, "ema_debias": True, "nesterov": True, "momentum": 0.5},
-    "cycles": {"accumulate": jr.Accumulate(2), "max_norm": 0.5, "ema_decay": 0.5},
-    "norms": {"metrics": ["grad_norm", "param_norm", "update_norm", "leaves"], "max_norm": 0.5},
-    "groups": {"groups": [jr.Group("b", scale=0.5)], "max_norm": 0.5},
+    "cycles": {
+        "accumulate": jr.Accumulate(2),
+        "loss_scale": jr.DynamicLossScale(2.0**10, growth_interval=1),
+        "max_norm": 0.5,
+        "ema_decay": 0.5,
+    },
+    "all else": {
+        "ema_decay": 0.75,
+        "ema_debias": True,
+        "nesterov": True,
+        "momentum": 0.5,
+        "metrics": NORMS,
+        "groups": [jr.Group("b", scale=0.5)],
+        "max_norm": 0.5,
+    },
     "lars": {"optimizer": LARS, "weight_decay": 0.1, "max_norm": 2.0, "metrics": "update_norm"},
     "lars as optax": {"optimizer": LARS, "weight_decay": 0.1, "eps": 0.1, "optax_form": True},
-    "lars without decay as optax": {"optimizer": LARS, "nesterov": True, "optax_form": True},
     "lamb": {"optimizer": LAMB, "weight_decay": 0.1, "max_norm": 2.0, "metrics": "update_norm"},
 }
 
@@ -176,7 +185,8 @@ def test_of_several_steps(name):
         at = 0.0625, 1.25
         wanted = differences(run, *at)
         assert min(map(abs, wanted)) > 1e-3
-        assert_derivatives(run, *at, wanted=wanted, rtol=1e-6)
+        modes = (jax.jacfwd, jax.jacrev) if name == "all else" else (jax.jacrev,)
+        assert_derivatives(run, *at, wanted=wanted, modes=modes)
 
 
 def test_of_two_clipped_steps_by_the_learning_rate():
@@ -201,15 +211,12 @@ def test_through_sums_of_micro_batches():
         return summary(state.apply_gradients(sums))
 
     with jax.enable_x64(True):
-        assert_derivatives(run, 0.25, 1.25, wanted=differences(run, 0.25, 1.25), rtol=1e-6)
+        wanted = differences(run, 0.25, 1.25)
+        assert_derivatives(run, 0.25, 1.25, wanted=wanted, modes=[jax.jacrev])
 
 
-@pytest.mark.parametrize(
-    ("bad", "optimizer"),
-    [(np.nan, jr.adam), (np.inf, jr.adam), (np.nan, LARS), (np.inf, LAMB)],
-    ids=["adam nan", "adam inf", "lars nan", "lamb inf"],
-)
-def test_a_skipped_call_adds_nothing(bad, optimizer):
+@pytest.mark.parametrize("optimizer", [jr.adam, LARS, LAMB], ids=["adam", "lars", "lamb"])
+def test_a_skipped_call_adds_nothing(optimizer):
     def run(added, learning_rate, x):
         state = make(
             params64(),
@@ -230,4 +237,5 @@ def test_a_skipped_call_adds_nothing(bad, optimizer):
     with jax.enable_x64(True):
         at = 0.0625, 1.25
         wanted = differences(lambda *at: run([0.0, 0.0], *at), *at)
-        assert_derivatives(lambda *at: run([0.0, bad, 0.0], *at), *at, wanted=wanted, rtol=1e-6)
+        skipping = lambda *at: run([0.0, np.nan, 0.0], *at)  # noqa: E731
+        assert_derivatives(skipping, *at, wanted=wanted, modes=[jax.jacrev])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arenas import assert_same_bits
+from arenas import assert_same_bits, native_backends
 
 import jaxrenaissance as jr
 
@@ -32,8 +32,8 @@ def create(name, backend, dtype=np.float32):
     return jr.TrainState.create(params, optimizer)
 
 
-def ones(dtype):
-    return {path: np.ones(shape, dtype) for path, shape in SHAPES.items()}
+def ones(dtypes):
+    return {path: np.ones(shape, dtypes[path]) for path, shape in SHAPES.items()}
 
 
 def injected(grads, path, position, value):
@@ -50,21 +50,28 @@ def assert_nothing_changed(new, state):
     assert int(new.step) == int(state.step)
 
 
+@native_backends
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", PATHS)
 def test_one_bad_element_changes_nothing_but_counters(name, dtype, backend):
-    sweep(name, np.dtype(dtype), np.float32, backend)
+    sweep(name, dict.fromkeys(SHAPES, dtype), np.float32, backend)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_one_bad_element_of_mixed_dtypes_changes_nothing_but_counters(name, backend):
+    dtypes = {"a": "bfloat16", "b": "float16", "c": "float32"}
+    sweep(name, dtypes, np.float32, backend)
 
 
 @pytest.mark.parametrize("name", PATHS)
 def test_one_bad_element_of_float64_changes_nothing_but_counters(name, backend):
     with jax.enable_x64(True):
-        sweep(name, np.dtype("float64"), np.float64, backend)
+        sweep(name, dict.fromkeys(SHAPES, "float64"), np.float64, backend)
 
 
-def sweep(name, dtype, weights, backend):
+def sweep(name, dtypes, weights, backend):
     step = jax.jit(lambda s, g: s.apply_gradients(g))
-    state, grads = create(name, backend, weights), ones(dtype)
+    state, grads = create(name, backend, weights), ones(dtypes)
     state = step(state, grads)
     skipped = 0
     for path, shape in SHAPES.items():
@@ -89,8 +96,7 @@ def sweep(name, dtype, weights, backend):
 def test_the_smallest_and_the_largest_numbers_are_finite(name, backend):
     step = jax.jit(lambda s, g: s.apply_gradients(g))
     state = create(name, backend)
-    dtypes = {"a": jnp.float32, "b": jnp.bfloat16, "c": jnp.float16}
-    grads = {path: np.ones(SHAPES[path], dtype) for path, dtype in dtypes.items()}
+    grads = ones({"a": "float32", "b": "bfloat16", "c": "float16"})
     cases = {"a": (1e-45, -1e-40, 3.4e38, -3.4e38), "b": (1e-40, 3.3e38), "c": (6e-8, 65504.0)}
     updates = 0
     for path, values in cases.items():

@@ -1,16 +1,18 @@
 """vmap: every member is as if alone, bit for bit on the native backends."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 from arenas import (
     BFLOAT16,
-    KINDS,
     LEAF_DTYPES,
     NUMBERS,
     assert_close,
     assert_same_bits,
     expected_update,
+    kinds_on_native_backends,
     make_floats,
     make_layout,
     random_leaves,
@@ -34,6 +36,8 @@ def member(tree, *index):
     return jax.tree.map(lambda x: x[index], tree)
 
 
+# Cached, as are others below: the program of a member alone is compiled once for all tests.
+@functools.cache
 def step_fn(kind, backend, layout=LAYOUT):
     def step(floats, ints, states, gradients):
         weights, *moments = states
@@ -68,8 +72,8 @@ def expected_states(kind, floats, ints, states, gradients, numbers=NUMBERS):
     return expected_update(kind, LAYOUT, states, arena, numbers, factor=0.5)
 
 
+@kinds_on_native_backends
 @pytest.mark.parametrize("source", ["leaves", "arena"])
-@pytest.mark.parametrize("kind", KINDS)
 def test_seeds_step_as_if_alone_and_a_nan_skips_its_member_only(kind, source, backend):
     rng = np.random.default_rng(0)
     operands = [random_operands(kind, rng, source=source) for _ in range(4)]
@@ -91,7 +95,7 @@ def test_seeds_step_as_if_alone_and_a_nan_skips_its_member_only(kind, source, ba
                 assert_close(x, y)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds_on_native_backends
 def test_numbers_alone_may_differ_and_all_else_is_shared(kind, backend):
     _, ints, states, gradients = random_operands(kind, np.random.default_rng(1))
     rates = [0.0, 0.01, 0.3]
@@ -109,6 +113,15 @@ def test_numbers_alone_may_differ_and_all_else_is_shared(kind, backend):
             assert_close(x, y)
 
 
+@functools.cache
+def update_fn(backend):
+    def update(floats, w, m, v, *leaves):
+        w, moments, _ = ops.update("adam", LAYOUT, floats, w, (m, v), leaves, backend=backend)
+        return [w, *moments]
+
+    return update
+
+
 @pytest.mark.parametrize("batched", range(8))
 def test_any_single_operand_may_be_the_one_that_is_batched(batched, backend):
     # floats, weights, two moments and four of the five leaves.
@@ -120,11 +133,7 @@ def test_any_single_operand_may_be_the_one_that_is_batched(batched, backend):
     scale = np.array([1.0, 0.5, 0.25, 2.0]).astype(operands[batched].dtype)
     many[batched] = np.stack([operands[batched] * s for s in scale])
     axes = [0 if i == batched else None for i in range(len(operands))]
-
-    def fn(floats, w, m, v, *leaves):
-        w, moments, _ = ops.update("adam", LAYOUT, floats, w, (m, v), leaves, backend=backend)
-        return [w, *moments]
-
+    fn = update_fn(backend)
     got = run(jax.vmap(fn, axes), *many)
     for i in range(4):
         alone = [x[i] if axis == 0 else x for x, axis in zip(many, axes, strict=True)]
@@ -331,6 +340,18 @@ def test_all_of_a_step_under_nested_vmap_with_shared_operands(backend):
             assert_whole_step(LAYOUT, own, alone)
 
 
+@functools.cache
+def update_norm_fn(backend):
+    def update_norm(floats, states, leaves):
+        weights, *moments = states
+        where = {"backend": backend}
+        (words,) = ops.update_norms("momentum", LAYOUT, floats, weights, moments, leaves, **where)
+        floats = ops.finish_update(floats, [words], [len(LAYOUT.segments)], **where)
+        return floats[scalars.UPDATE_NORM]
+
+    return update_norm
+
+
 @pytest.mark.parametrize("batched", range(3))
 def test_norms_of_updates_where_one_operand_alone_is_batched(batched, backend):
     rng = np.random.default_rng(13)
@@ -342,14 +363,7 @@ def test_norms_of_updates_where_one_operand_alone_is_batched(batched, backend):
         lambda x: np.stack([x * k for k in scale]).astype(x.dtype), operands[batched]
     )
     axes = [0 if i == batched else None for i in range(3)]
-
-    def fn(floats, states, leaves):
-        weights, *moments = states
-        where = {"backend": backend}
-        (words,) = ops.update_norms("momentum", LAYOUT, floats, weights, moments, leaves, **where)
-        floats = ops.finish_update(floats, [words], [len(LAYOUT.segments)], **where)
-        return floats[scalars.UPDATE_NORM]
-
+    fn = update_norm_fn(backend)
     got = run(jax.vmap(fn, axes), *many)
     for i in range(3):
         alone = [member(x, i) if axis == 0 else x for x, axis in zip(many, axes, strict=True)]

@@ -96,9 +96,9 @@ def test_steps_match_float64_with_tiny_empty_and_mixed_leaves(name, backend):
     assert dtypes == jax.tree.map(lambda x: x.dtype, params)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_empty_leaves_in_every_second_place_leave_none_out(name, backend):
-    params = {f"w{i:02d}": jnp.full((0 if i % 2 else 3,), 1.0) for i in range(20)}
+    params = {f"w{i:02d}": jnp.full((0 if i % 2 else 3,), 1.0) for i in range(10)}
     state = jr.TrainState.create(params, make(name, 0.1, backend=backend))
     state = state.apply_gradients(jax.tree.map(jnp.ones_like, params))
     for path, leaf in state.params.items():

@@ -24,7 +24,7 @@ from arenas import (
 from jaxrenaissance import ops, scalars
 
 # Blocks of CUDA's threads take 1024 elements, chunks of the CPU's 65,536.
-SHAPES = {
+FEW = {
     "empty first": [(0,), (5,), (33,)],
     "empty last": [(5,), (33,), (0, 4)],
     "empty alone": [(0,)],
@@ -34,6 +34,8 @@ SHAPES = {
     "scalars": [(), (3,), (), ()],
     "a scalar alone": [()],
     "small": [(1,), (3,), (31,), (33,)],
+}
+SHAPES = FEW | {
     "a line each": [(32,), (32,), (16,), (32,)],
     "one tile": [(1024,)],
     "one tile and one": [(1025,), (1024,), (1023,)],
@@ -44,9 +46,19 @@ SHAPES = {
 }
 
 
+@native_backends
 @pytest.mark.parametrize("dtype", LEAF_DTYPES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_leaves_of_awkward_sizes(name, dtype, backend):
+    check_sizes(name, dtype, backend)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_elements_on_the_xla_backend(name):
+    check_sizes(name, "float32", "xla")
+
+
+def check_sizes(name, dtype, backend):
     shapes, allowed = SHAPES[name], LEAF_DTYPES[dtype]
     layout = make_layout(shapes, groups=[i % 2 for i in range(len(shapes))], dtype=dtype)
     gradients = random_leaves(layout, np.random.default_rng(0))

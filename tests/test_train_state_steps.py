@@ -229,4 +229,4 @@ def test_the_xla_backend_is_differentiable_through_an_update():
         state = jr.TrainState.create(params, jr.sgd(lr, backend="xla"))
         return state.apply_gradients(params).params["w"].sum()
 
-    assert float(jax.grad(after)(0.1)) == -4.0
+    assert float(jax.jit(jax.grad(after))(0.1)) == -4.0

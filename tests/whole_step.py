@@ -1,5 +1,7 @@
 """All ops of a step at once: a cycle of micro-batches, norms, ratios, updates, a lerp."""
 
+import functools
+
 import numpy as np
 from arenas import (
     assert_close,
@@ -14,6 +16,7 @@ from arenas import (
 from jaxrenaissance import ops, scalars
 
 
+@functools.cache
 def whole_step(layout, backend):
     """A function from all operands to the scalars, counters, states, norms and moved arenas.
 

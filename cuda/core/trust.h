@@ -15,8 +15,8 @@ struct TrustSums {
 };
 
 // Of the denominators' two forms, LARS adds norms, ||g|| + wd ||w||, and optax's takes the norm of
-// the sum, ||g + wd w||, whose square the three sums give. A call that updates nothing has ratios of
-// 1, whatever its gradients were.
+// the sum, ||g + wd w||, whose square the three sums give. A call that updates nothing has ratios
+// of 1, whatever its gradients were.
 template <typename S>
 JR_HD double TrustRatio(TrustRule rule, const TrustSums& sums, const S* floats, const S* row) {
   const double coefficient = static_cast<double>(row[kTrust]);
