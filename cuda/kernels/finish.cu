@@ -1,5 +1,5 @@
-// finish: partials to norms, a block a segment; the last block to end adds up the segments, and
-// advances the scalars.
+// finish: partials to norms, a block a segment or some; the last block to end adds up the segments,
+// and advances the scalars.
 #include "core/prologue.h"
 #include "core/reduction.h"
 #include "kernels/launch.h"
@@ -63,11 +63,25 @@ __device__ __forceinline__ double* SumOfSegment(const Workspaces& all, SegmentPl
   return PartialsOf(data, own.num_segments) + data[place.segment];
 }
 
-// Adds up the block's segment. Whether this was the last block of its member to do so.
+// The blocks of a member, each with as many segments: one, unless there are very many.
+struct Share {
+  int64_t blocks;
+  int64_t segments;
+};
+
+__host__ __device__ __forceinline__ Share ShareOf(int64_t total) {
+  const int64_t segments = total > kFinishBlocks ? (total + kFinishBlocks - 1) / kFinishBlocks : 1;
+  const int64_t blocks = (total + segments - 1) / segments;
+  return {blocks > 0 ? blocks : 1, segments};
+}
+
+// Adds up the block's segments. Whether this was the last block of its member to do so.
 template <typename S>
-__device__ bool FinishSegment(const Workspaces& all, int64_t total, int64_t number, int64_t member,
-                              S* floats) {
-  if (number < total) {
+__device__ bool FinishSegments(const Workspaces& all, int64_t total, int64_t block, int64_t member,
+                               S* floats) {
+  const Share share = ShareOf(total);
+  const int64_t low = block * share.segments;
+  for (int64_t number = low; number < low + share.segments && number < total; ++number) {
     const SegmentPlace place = FindSegment(all, number);
     const Workspace& own = all.each[place.workspace];
     const int32_t* first = own.data + member * own.stride + place.segment;
@@ -84,8 +98,7 @@ __device__ bool FinishSegment(const Workspaces& all, int64_t total, int64_t numb
     __threadfence();
     // In the state's own scalars, which are never uninitialised, unlike a workspace of XLA's.
     auto* blocks = reinterpret_cast<uint32_t*>(floats + kBlocks);
-    const uint32_t blocks_of_member = static_cast<uint32_t>(total > 0 ? total : 1);
-    is_last = atomicAdd(blocks, 1u) + 1 == blocks_of_member;
+    is_last = atomicAdd(blocks, 1u) + 1 == static_cast<uint32_t>(share.blocks);
     if (is_last) *blocks = 0;
     __threadfence();
   }
@@ -132,11 +145,11 @@ __global__ void __launch_bounds__(kThreads)
     FinishKernel(S* floats, int32_t* ints, int64_t num_groups, const Workspaces all,
                  const int64_t gradient_segments, const int64_t weight_segments, int64_t total,
                  TrustRule rule, const BySegment<S> by) {
-  const int64_t blocks = total > 0 ? total : 1;
-  const int64_t member = blockIdx.x / blocks, number = blockIdx.x % blocks;
+  const int64_t blocks = ShareOf(total).blocks;
+  const int64_t member = blockIdx.x / blocks, block = blockIdx.x % blocks;
   floats += member * RowStart(num_groups);
   ints += member * kInts;
-  if (!FinishSegment(all, total, number, member, floats)) return;
+  if (!FinishSegments(all, total, block, member, floats)) return;
 
   const double gradients = SumOfSegments(all, 0, gradient_segments, member);
   const int64_t end = gradient_segments + weight_segments;
@@ -166,10 +179,10 @@ __global__ void __launch_bounds__(kThreads)
 template <typename S>
 __global__ void __launch_bounds__(kThreads)
     FinishUpdateKernel(S* floats, int64_t num_groups, const Workspaces all, int64_t total) {
-  const int64_t blocks = total > 0 ? total : 1;
-  const int64_t member = blockIdx.x / blocks, number = blockIdx.x % blocks;
+  const int64_t blocks = ShareOf(total).blocks;
+  const int64_t member = blockIdx.x / blocks, block = blockIdx.x % blocks;
   floats += member * RowStart(num_groups);
-  if (!FinishSegment(all, total, number, member, floats)) return;
+  if (!FinishSegments(all, total, block, member, floats)) return;
   const double sum = SumOfSegments(all, 0, total, member);
   if (threadIdx.x == 0)
     floats[kUpdateNorm] = floats[kApply] == S(0) ? S(0) : static_cast<S>(SquareRoot(sum));
@@ -179,10 +192,10 @@ template <typename S>
 __global__ void __launch_bounds__(kThreads)
     FinishRatiosKernel(S* floats, int64_t num_groups, const Workspaces all, int64_t segments,
                        int64_t total, const BySegment<S> by) {
-  const int64_t blocks = total > 0 ? total : 1;
-  const int64_t member = blockIdx.x / blocks, number = blockIdx.x % blocks;
+  const int64_t blocks = ShareOf(total).blocks;
+  const int64_t member = blockIdx.x / blocks, block = blockIdx.x % blocks;
   floats += member * RowStart(num_groups);
-  if (!FinishSegment(all, total, number, member, floats)) return;
+  if (!FinishSegments(all, total, block, member, floats)) return;
   WriteRatios(all, TrustRule::kLamb, segments, member, floats, by);
 }
 
@@ -197,7 +210,7 @@ cudaError_t Launch(const FinishOperands& operands, cudaStream_t stream) {
   const Workspaces& all = operands.workspaces;
   const int64_t total = SegmentsOf(all, 0, all.count);
   const int64_t segments = SegmentsOf(all, 0, all.gradients);
-  const int64_t blocks = (total > 0 ? total : 1) * operands.members;
+  const int64_t blocks = ShareOf(total).blocks * operands.members;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(blocks));

@@ -27,6 +27,9 @@ constexpr int kNormsMinBlocks = 5;
 constexpr int kNormsInFlight = 8;
 constexpr int kTrustNormsMinBlocks = 3;  // with the weights' part, which has three sums
 
+// Blocks that finish a reduction: more would queue at one counter, and each has little to do.
+constexpr int64_t kFinishBlocks = 512;
+
 // Segments a launch: kernel parameters are copied on every launch, so small models take a small
 // table. The largest one stays below the limit of 32,764 bytes for all parameters together.
 constexpr int kSmallTable = 64;
