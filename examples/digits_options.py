@@ -52,8 +52,8 @@ def parse_options(description: str, optimizers: Sequence[str], num_images: int) 
         choices=BACKENDS,
         help="where updates run (default: JAXRENAISSANCE_BACKEND, else auto)",
     )
-    add("--epochs", type=_int(1), metavar="N", help="passes over the images")
-    add("--batch-size", type=_int(1, num_images), metavar="N", help="images a step")
+    add("--epochs", type=integer(1), metavar="N", help="passes over the images")
+    add("--batch-size", type=integer(1, num_images), metavar="N", help="images a step")
     add(
         "--learning-rate",
         type=_positive,
@@ -74,15 +74,15 @@ def parse_options(description: str, optimizers: Sequence[str], num_images: int) 
         metavar="DECAY",
         help="test with an average of the weights (default: with the weights themselves)",
     )
-    add("--accumulate", type=_int(1), metavar="N", help="steps an update")
+    add("--accumulate", type=integer(1), metavar="N", help="steps an update")
     add(
         "--inject-overflow",
-        type=_int(1),
+        type=integer(1),
         metavar="UPDATE",
         help="make the gradients of this update infinite, and show what happens (default: none)",
     )
-    add("--seed", type=_int(0, 2**31 - 1), metavar="N", help="of weights and order")
-    add("--plot", type=_image, metavar="FILE", help="where to draw")
+    add("--seed", type=integer(0, 2**31 - 1), metavar="N", help="of weights and order")
+    add("--plot", type=image_file, metavar="FILE", help="where to draw")
     options = Options(**vars(parser.parse_args()))
     updates = options.num_steps(num_images) // options.accumulate
     if updates < 1:
@@ -98,7 +98,9 @@ def _backend(text: str) -> str:
     return text
 
 
-def _int(low: int, high: int | None = None) -> Callable[[str], int]:
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Reads an integer in a range, for argparse."""
+
     def parse(text: str) -> int:
         number = int(text)
         if number < low or (high is not None and number > high):
@@ -124,7 +126,8 @@ def _decay(text: str) -> float:
     return decay
 
 
-def _image(text: str) -> Path:
+def image_file(text: str) -> Path:
+    """Reads where to draw to, for argparse."""
     path = Path(text)
     if path.suffix not in IMAGE_FORMATS:
         raise argparse.ArgumentTypeError(f"expected {' or '.join(IMAGE_FORMATS)}, got {text}")

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from digits_net import evaluate, init, train_step
 from digits_options import Options, parse_options
 from digits_plot import save_plot
-from digits_task import Arrays, accuracy, batches, cross_entropy, load_data
-from flax import linen as nn
+from digits_task import Arrays, batches, load_data
 from tqdm import tqdm
 
 import jaxrenaissance as jr
@@ -34,6 +34,10 @@ OPTIMIZERS = {
     "nesterov": (0.05, functools.partial(jr.sgd, momentum=0.9, nesterov=True)),
     "adam": (3e-3, jr.adam),
     "adamw": (3e-3, functools.partial(jr.adamw, weight_decay=0.1, mask="weights")),
+    "lars": (0.5, functools.partial(jr.lars, trust_coefficient=0.02)),
+    "lars-nesterov": (0.5, functools.partial(jr.lars, trust_coefficient=0.02, nesterov=True)),
+    "lamb": (0.02, functools.partial(jr.lamb, weight_decay=0.01, mask="weights")),
+    "lion": (1e-3, functools.partial(jr.lion, weight_decay=0.1, mask="weights")),
 }
 
 
@@ -44,48 +48,6 @@ LOSS_SCALES = {
 }
 
 COMPILATIONS: list[str] = []
-
-
-class DigitsNet(nn.Module):
-    """Images [n, 8, 8, 1] → logits [n, 10]; computes in the images' dtype."""
-
-    @nn.compact
-    def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        x, dtype = images, images.dtype
-        for features, strides in ((16, 1), (32, 2), (64, 2)):
-            x = nn.Conv(features, (3, 3), strides, use_bias=False, dtype=dtype)(x)
-            norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=dtype)
-            x = nn.relu(norm(x))
-        return nn.Dense(10, dtype=dtype)(x.mean((1, 2)))
-
-
-MODEL = DigitsNet()
-
-
-@jax.jit(donate_argnums=0)
-def train_step(
-    state: jr.TrainState, images: jax.Array, labels: jax.Array
-) -> tuple[jr.TrainState, dict[str, jax.Array]]:
-    """One step of the optimizer, in place: the state that was given is used up."""
-
-    def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-        variables = {"params": params, "batch_stats": state.extra.tree}
-        logits, updated = MODEL.apply(variables, images, train=True, mutable=["batch_stats"])
-        loss = cross_entropy(logits, labels)
-        return state.scale_loss(loss), (loss, logits, updated["batch_stats"])
-
-    grads, (loss, logits, batch_stats) = jax.grad(loss_fn, has_aux=True)(state.compute_params)
-    # Where a NaN makes it skip this step, the batch statistics stay as they were, too.
-    state = state.apply_gradients(grads, extra=state.extra.replace(batch_stats))
-    return state, {"loss": loss, "accuracy": accuracy(logits, labels)}
-
-
-@jax.jit
-def evaluate(state: jr.TrainState, images: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-    """Loss and accuracy of the state's parameters and batch statistics."""
-    variables = {"params": state.compute_params, "batch_stats": state.extra.tree}
-    logits = MODEL.apply(variables, images, train=False)
-    return {"loss": cross_entropy(logits, labels), "accuracy": accuracy(logits, labels)}
 
 
 def initial_state(options: Options, num_updates: int) -> jr.TrainState:
@@ -101,13 +63,9 @@ def initial_state(options: Options, num_updates: int) -> jr.TrainState:
         backend=options.backend,
     )
 
-    def init() -> tuple[Any, jr.Packed]:
-        variables = MODEL.init(jax.random.key(options.seed), jnp.zeros((1, 8, 8, 1)), train=False)
-        return variables["params"], jr.Packed(variables["batch_stats"], backend=options.backend)
-
     # Norm scales and biases stay in float32 where the rest is computed in 16 bits.
     return jr.TrainState.init(
-        init,
+        functools.partial(init, options.seed, options.backend),
         optimizer,
         has_extra=True,
         compute_dtype=None if options.compute_dtype == "float32" else options.compute_dtype,
@@ -146,7 +104,8 @@ def train(options: Options, training: Arrays, test: Arrays) -> float:
             seconds.append((time.perf_counter() - start) / steps_per_epoch)
             jr.check(state)  # raises where many steps in a row were skipped for a NaN
             averaged = state if options.ema_decay is None else state.with_ema()
-            test_metrics.append(jax.device_get(evaluate(averaged, *test)))
+            tested = evaluate(averaged.compute_params, averaged.extra.tree, *test)
+            test_metrics.append(jax.device_get(tested))
             bar.set_postfix({"test accuracy": f"{test_metrics[-1]['accuracy']:.4f}"})
 
     final = test_metrics[-1]["accuracy"]

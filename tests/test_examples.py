@@ -26,7 +26,9 @@ def check_output(result: subprocess.CompletedProcess[str], plot: Path) -> float:
     return float(last[1])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "nesterov", "adam", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", "momentum", "nesterov", "adam", "adamw", "lars", "lamb"]
+)
 def test_digits_are_learned_by_every_optimizer_with_its_defaults(optimizer, tmp_path):
     result = run_script("examples/train_digits.py", "--optimizer", optimizer, cwd=tmp_path)
     assert check_output(result, tmp_path / "train_digits.png") >= 0.97
@@ -72,6 +74,17 @@ def test_adapters_learn_what_the_frozen_base_cannot_do(tmp_path):
     assert found["upright digits"] >= 0.96
     assert found["turned digits, before"] < 0.3
     assert found["turned digits, after"] >= 0.93
+
+
+def test_large_batches_are_compared(tmp_path):
+    arguments = ("--epochs", "2", "--batches", "256", "--seeds", "1", "--plot", "batches.png")
+    result = run_script("examples/large_batch.py", *arguments, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "epoch/s" in result.stderr
+    assert (tmp_path / "batches.png").read_bytes().startswith(PNG)
+    rows = re.findall(r"^ +256 +(\w+) +0\.200 +10 +([01]\.\d{3}) ", result.stdout, re.MULTILINE)
+    assert [name for name, _ in rows] == ["momentum", "lars"]
+    assert all(0 < float(accuracy) < 1 for _, accuracy in rows)
 
 
 @pytest.fixture
