@@ -38,6 +38,18 @@ def test_the_update_alone_runs(tmp_path):
     assert [row["bytes_per_parameter"] for row in rows] == [28, 28, 32, 26, 28]
 
 
+def test_trust_ratios_are_five_launches_at_most(tmp_path):
+    rows = run_benchmark("bench_trust.py", "--quick", cwd=tmp_path)
+    assert [row["side"] for row in rows if row["launches"] is None] == [
+        "optax: lars",
+        "optax: lamb",
+        "optax: lion",
+    ]
+    ours = [row for row in rows if row["launches"] is not None]
+    assert [row["bytes_per_parameter"] for row in ours] == [28, 48, 24]
+    assert [row["launches"] for row in ours] == ([3, 5, 3] if NATIVE else [0] * 3)
+
+
 def test_the_host_time_of_a_call_is_measured(tmp_path):
     arguments = ("--models", "mlp", "--seeds", "2", "--rounds", "4")
     rows = run_benchmark("bench_host.py", *arguments, cwd=tmp_path)
