@@ -146,7 +146,7 @@ OPTIONS = {
         "groups": [jr.Group("b", scale=0.5)],
         "max_norm": 0.5,
     },
-    "lars": {"optimizer": LARS, "weight_decay": 0.1, "max_norm": 2.0, "metrics": "update_norm"},
+    "lars": {"optimizer": LARS, "weight_decay": 0.1, "max_norm": 2.0},
     "lars as optax": {"optimizer": LARS, "weight_decay": 0.1, "eps": 0.1, "optax_form": True},
     "lamb": {"optimizer": LAMB, "weight_decay": 0.1, "max_norm": 2.0, "metrics": "update_norm"},
 }
@@ -215,7 +215,7 @@ def test_through_sums_of_micro_batches():
         assert_derivatives(run, 0.25, 1.25, wanted=wanted, modes=[jax.jacrev])
 
 
-@pytest.mark.parametrize("optimizer", [jr.adam, LARS, LAMB], ids=["adam", "lars", "lamb"])
+@pytest.mark.parametrize("optimizer", [jr.adam, LARS], ids=["adam", "lars"])
 def test_a_skipped_call_adds_nothing(optimizer):
     def run(added, learning_rate, x):
         state = make(
