@@ -53,8 +53,8 @@ VARIANTS = {
 def loop(step: Callable[[Any, Any], Any], steps: int, state: Any, gradients: Any) -> Any:
     """``steps`` steps. Behind the barrier the gradients are new ones in each of them, for XLA.
 
-    Without it, it would take their norm out of the loop. A round has several steps, since XLA captures
-    five launches or more into a CUDA graph, as it does with a step that has a backward pass.
+    Without it, it would take their norm out of the loop. A round has several steps, since XLA
+    captures five launches or more into a CUDA graph, as in a step with a backward pass.
     """
 
     def body(_: Any, state: Any) -> Any:
