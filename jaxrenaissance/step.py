@@ -98,17 +98,8 @@ def step(
             each, in which non-finite values were looked for when they were added up.
         from_arena: which of the two.
     """
-    old = buffers
     own: Sequence[Any] = gradients if from_arena else packed.by_arena(plan, gradients)
-    ints, accumulator, workspaces = _look_at(spec, plan, old, own, from_arena=from_arena)
-    if accumulator:
-        own = accumulator
-    floats = old.floats
-    if spec.schedules or any(group.schedules for group in spec.groups):
-        floats = hyperparams.follow_schedules(spec, floats, ints[scalars.STEP])
-    now = _advance(spec, plan, old._replace(floats=floats, ints=ints), workspaces)
-    if spec.trust == "lamb":
-        now = _lamb_ratios(spec, plan, now, own)
+    now, own = _prepare(spec, plan, buffers, own, from_arena=from_arena)
     if "update_norm" in spec.metrics:
         now = _measure_update(spec, plan, now, own)
     new = [
@@ -130,8 +121,66 @@ def step(
         weights=tuple(weights for weights, _, _ in new),
         moments=tuple(moments for _, moments, _ in new),
         ema=tuple(ema for _, _, ema in new if ema is not None),
-        accumulator=accumulator,
     )
+
+
+@jax.jit(static_argnums=(0, 1), static_argnames=("dtypes",), inline=True)
+def changes(
+    spec: Spec,
+    plan: MemoryPlan,
+    buffers: Buffers,
+    gradients: Sequence[Any],
+    weights: Sequence[Any] | None,
+    *,
+    dtypes: packed.Dtypes,
+) -> tuple[Buffers, list[Any]]:
+    """One step over all arenas for weights that are leaves: what is to be added to each.
+
+    Args:
+        spec, plan: static; of a spec without what only works in place.
+        buffers: of the state; its `weights` are looked at for trust ratios alone, and stay.
+        gradients: the trained leaves' in the tree's order, checked.
+        weights: likewise; None where the optimizer does not look at them.
+        dtypes: of the changes.
+
+    Returns:
+        The new buffers, and the changes in the tree's order.
+    """
+    now, own = _prepare(spec, plan, buffers, packed.by_arena(plan, gradients), from_arena=False)
+    own_weights = None if weights is None else packed.by_arena(plan, weights)
+    leaves: list[Any] = [None] * len(plan.leaves)
+    moments = []
+    for i, layout in enumerate(plan.arenas):
+        new, own_leaves = ops.changes(
+            spec.update,
+            layout,
+            now.floats,
+            now.moments[i],
+            own[i],
+            None if own_weights is None else own_weights[i],
+            dtypes[i],
+            ratios=now.ratios[i] if now.ratios else None,
+            backend=spec.backend,
+        )
+        moments.append(new)
+        for j, leaf in zip(layout.leaves, own_leaves, strict=True):
+            leaves[j] = leaf
+    return now._replace(moments=tuple(moments)), leaves
+
+
+def _prepare(
+    spec: Spec, plan: MemoryPlan, old: Buffers, own: Sequence[Any], *, from_arena: bool
+) -> tuple[Buffers, Sequence[Any]]:
+    """All that comes before an update: scalars, sums and ratios; and the gradients it goes by."""
+    ints, accumulator, workspaces = _look_at(spec, plan, old, own, from_arena=from_arena)
+    if accumulator:
+        own = accumulator
+    floats = old.floats
+    if spec.schedules or any(group.schedules for group in spec.groups):
+        floats = hyperparams.follow_schedules(spec, floats, ints[scalars.STEP])
+    now = old._replace(floats=floats, ints=ints, accumulator=accumulator)
+    now = _advance(spec, plan, now, workspaces)
+    return (_lamb_ratios(spec, plan, now, own) if spec.trust == "lamb" else now), own
 
 
 def _look_at(

@@ -18,7 +18,7 @@ from .options import Options, resolve
 from .paths import is_function
 from .plan import NO_TRUST, MemoryPlan
 from .spec import Identity, Spec, fingerprint
-from .step import Buffers, scalar_dtype, step
+from .step import Buffers, changes, scalar_dtype
 
 logger = logging.getLogger("jaxrenaissance")
 
@@ -272,21 +272,17 @@ def _update(
         raise ValueError(f"params: {what} them: update(updates, state, params)")
     plan = _cached_plan(updates if params is None else params, selection)
     gradients = packed.match(plan, packed.canonical(updates), "updates")
-    if looks_at_weights:
-        weights = packed.pack(
-            plan, packed.match(plan, packed.canonical(params), "params"), backend=spec.backend
-        )
-    else:
-        # From zero, the new weights are the update itself, not rounded as the weights are.
-        weights = tuple(jnp.zeros(arena.size, arena.dtype) for arena in plan.arenas)
+    weights = packed.match(plan, packed.canonical(params), "params") if looks_at_weights else None
+    # What sums up the squares of weights does so in arenas.
+    arenas = packed.pack(plan, weights, backend=spec.backend) if spec.trust and weights else ()
     moments = tuple(zip(*(series for series in (state.mu, state.nu) if series), strict=True))
     floats = hyperparams.initial_floats(spec, numbers, plan.num_groups, scalar_dtype(plan))
     ints = jnp.asarray(scalars.initial_ints()).at[scalars.STEP].set(state.count)
-    new = step(
+    new, leaves = changes(
         spec,
         plan,
         Buffers(
-            weights=weights,
+            weights=arenas,
             moments=moments or ((),) * len(plan.arenas),
             ema=(),
             accumulator=(),
@@ -296,8 +292,8 @@ def _update(
             ints=ints,
         ),
         gradients,
+        weights,
+        dtypes=packed.given_dtypes(plan),
     )
-    changes = tuple(after - before for after, before in zip(new.weights, weights, strict=True))
-    leaves = packed.unpack(plan, changes, packed.given_dtypes(plan), backend=spec.backend)
     mu, nu = (*(zip(*new.moments, strict=True) if plan.arenas else ()), (), ())[:2]
     return plan.treedef.unflatten(leaves), State(new.ints[scalars.STEP], tuple(mu), tuple(nu))

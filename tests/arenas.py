@@ -244,6 +244,46 @@ def _jitted_update(
     return run
 
 
+def changes(
+    kind: str,
+    layout: ArenaLayout,
+    floats: object,
+    moments: Sequence[object],
+    gradients: Sequence[object],
+    weights: Sequence[object] | None,
+    dtypes: Sequence[np.dtype],
+    *,
+    ratios: object = None,
+    backend: str,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """`ops.changes` under jit, NumPy to NumPy: the moments, and the changes."""
+    run = _jitted_changes(kind, layout, tuple(dtypes), backend)
+    operands = floats, list(moments), list(gradients), weights, ratios
+    return jax.tree.map(np.array, run(*jax.device_put(operands)))
+
+
+@functools.cache
+def _jitted_changes(
+    kind: str, layout: ArenaLayout, dtypes: tuple[np.dtype, ...], backend: str
+) -> Callable[..., tuple[list[jax.Array], list[jax.Array]]]:
+    @jax.jit
+    def run(floats, moments, gradients, weights, ratios):
+        new, leaves = ops.changes(
+            kind,
+            layout,
+            floats,
+            moments,
+            gradients,
+            weights,
+            dtypes,
+            ratios=ratios,
+            backend=backend,
+        )
+        return list(new), leaves
+
+    return run
+
+
 def bits(x: object) -> np.ndarray:
     """The array's bits, as unsigned integers."""
     x = np.asarray(x)
@@ -257,7 +297,7 @@ def assert_same_bits(got: object, wanted: object) -> None:
 
 def assert_close(got: object, wanted: object, dtype: str = "float32") -> None:
     """Close as arithmetic in this dtype on values around 1 allows."""
-    tolerance = 4e-6 if dtype == "float32" else 1e-14
+    tolerance = {"float64": 1e-14, "float32": 4e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -286,8 +326,8 @@ def assert_all_ops_are_right(
     backend: str,
     seed: int = 0,
 ) -> None:
-    """One step from leaves and one from an arena with an average, pack, unpack to `copies`' dtypes,
-    norms, a sum, and a lerp.
+    """One step from leaves and one from an arena with an average, one that gives changes, pack,
+    unpack to `copies`' dtypes, norms, a sum, and a lerp.
 
     Where a gradient is not finite, the step must be skipped and the first such leaf be named.
     """
@@ -314,12 +354,17 @@ def assert_all_ops_are_right(
         taus = jax.numpy.ones(len(NUMBERS), layout.dtype)
         (moved,) = ops.lerp(layout, taus, [weights], gradients, backend=backend)
         new, same = ([w, *m, e] for w, m, e in (new, same))
-        return leaves, packed, floats, ints, new, same, found[scalars.FIRST_BAD], [total, moved]
+        # Moments do not depend on the weights, which are here what they were unpacked to.
+        change = ops.changes(
+            kind, layout, floats, moments, gradients, leaves, copies, backend=backend
+        )
+        others = [total, moved]
+        return leaves, packed, floats, ints, new, same, found[scalars.FIRST_BAD], others, change
 
     with jax.enable_x64(layout.dtype == np.float64):
         operands = jax.device_put((floats, scalars.initial_ints(), states, list(gradients)))
         results = jax.tree.map(np.array, run(*operands))
-    leaves, packed, floats, ints, new, same, found, others = results
+    leaves, packed, floats, ints, new, same, found, others, (moments, change) = results
     for x in others:
         assert_same_bits(x, packed)
     assert_same_bits(packed, to_arena(layout, gradients))
@@ -336,6 +381,15 @@ def assert_all_ops_are_right(
         np.testing.assert_allclose(floats[scalars.GRAD_NORM], norm, rtol=1e-5)
     assert ints[scalars.STEP] == (0 if bad else 1)
     wanted = states if bad else expected_update(kind, layout, states, packed, factor=0.5)
+    copy = to_arena(layout, leaves)
+    with_copy = [copy, *states[1:]]
+    if not bad:
+        with_copy = expected_update(kind, layout, with_copy, packed, factor=0.5)
+    for x, y, dtype in zip(change, to_leaves(layout, with_copy[0] - copy), copies, strict=True):
+        assert x.dtype == dtype
+        assert_close(x, y, dtype.name)
+    for x, y in zip(moments, new[1:-1], strict=True):
+        assert_same_bits(x, y)
     wanted = [*wanted, packed if bad else packed + 0.25 * (wanted[0] - packed)]
     padding = group_of_elements(layout) < 0
     for x, y, z in zip(new, same, wanted, strict=True):

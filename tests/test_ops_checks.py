@@ -53,6 +53,16 @@ def call(name, backend="auto", **change):
         "update": lambda floats, weights, moments, gradients, ema: ops.update(
             kind, LAYOUT, floats, weights, moments, gradients, ema=ema, **options
         ),
+        "changes": lambda floats, moments, gradients, leaves: ops.changes(
+            kind,
+            LAYOUT,
+            floats,
+            moments,
+            gradients,
+            leaves,
+            change.get("dtypes", [np.float32] * 4),
+            **options,
+        ),
         "update_norms": lambda floats, weights, moments, gradients: ops.update_norms(
             kind, LAYOUT, floats, weights, moments, gradients, **options
         ),
@@ -80,6 +90,7 @@ def call(name, backend="auto", **change):
 
 OPS = (
     "update",
+    "changes",
     "update_norms",
     "prologue",
     "finish",
@@ -137,6 +148,27 @@ WRONG = {
     "moment too few": ("update", {"moments": (ARENA,)}, "moments: adam has 2, got 1"),
     "moment too many": ("update", {"kind": "sgd"}, "moments: sgd has 0, got 2"),
     "kind": ("update", {"kind": "adamw"}, "kind: got 'adamw', wanted one of sgd"),
+    "moment too many for changes": (
+        "changes",
+        {"kind": "lion"},
+        "moments: lion has 1, got 2",
+    ),
+    "weight of another shape": (
+        "changes",
+        {"leaves": changed(LEAVES, 1, shape=(33, 2))},
+        r"weights\[1\]: got float32\[33, 2\], wanted .*\[2, 33\]",
+    ),
+    "gradient too few for changes": (
+        "changes",
+        {"gradients": LEAVES[1:]},
+        "gradients: got 3 leaves, wanted 4",
+    ),
+    "dtype too few": ("changes", {"dtypes": [np.float32]}, "dtypes: got 1 dtypes, wanted 4"),
+    "change wider than the arena": (
+        "changes",
+        {"dtypes": [np.float64] * 4},
+        r"dtypes\[0\]: got float64, wanted one of float32",
+    ),
     "floats of part of a row": ("update", {"floats": like(FLOATS, (63,))}, r"floats: got .*\[63\]"),
     "floats of too few groups": ("update", {"floats": like(FLOATS, (48,))}, r"wanted \[64\]"),
     "floats without a group": ("prologue", {"floats": like(FLOATS, (32,))}, "floats: got"),
@@ -221,6 +253,7 @@ def test_what_is_right_is_not_refused():
     for name in OPS:
         call(name)
     call("update", ema=ARENA)
+    call("changes", leaves=None)
     call("lerp", source=None, targets=[ARENA, ARENA])
     call("finish", workspaces=[WORDS, WORDS], segments=SEGMENTS * 2)
 

@@ -55,8 +55,11 @@ def wild_states(layout, kind, rng):
     return [*states[:2], *(np.abs(v) for v in states[2:])]
 
 
-def ieee_update(kind, layout, floats, states, gradient, ratios=None):
-    """The update in the arena's own arithmetic: each operation is rounded once, in this order."""
+def ieee_update(kind, layout, floats, states, gradient, ratios=None, origin=None):
+    """The update in the arena's own arithmetic: each operation is rounded once, in this order.
+
+    `origin` is what the update is taken from, where that is not the weight.
+    """
     ratio = None if ratios is None else on_elements(layout, ratios).astype(layout.dtype)
     dtype = layout.dtype.type
     floats = floats.astype(layout.dtype)
@@ -86,7 +89,7 @@ def ieee_update(kind, layout, floats, states, gradient, ratios=None):
             m = row[s.MOMENTUM] * moments[0] + g
             u = m if kind == "momentum" else row[s.MOMENTUM] * m + g
             moments = [m]
-        w = w - (lr_wd * w + lr * u)
+        w = (w if origin is None else dtype(origin)) - (lr_wd * w + lr * u)
         for x, value in zip(new, [w, *moments], strict=True):
             x[here] = value
     return new

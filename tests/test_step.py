@@ -60,7 +60,8 @@ def ops_of(jaxpr):
     names = [equation.primitive.name for equation in equations(jaxpr)]
     names = [x.removeprefix("jaxrenaissance_") for x in names if x.startswith("jaxrenaissance_")]
     return [
-        re.sub(r"^(update|update_norms)_(momentum|nesterov|adam|lion)$", r"\1", x) for x in names
+        re.sub(r"^(update|update_norms|changes)_(sgd|momentum|nesterov|adam|lion)$", r"\1", x)
+        for x in names
     ]
 
 
@@ -119,6 +120,24 @@ def test_a_plain_step_is_three_ops_and_nothing_beside_them():
     state = jr.TrainState.create(mlp(), jr.adamw(0.1, mask="weights", backend="auto"))
     jaxpr = jax.make_jaxpr(lambda s, g: s.apply_gradients(g))(state, mlp())
     assert len(list(equations(jaxpr))) == 3
+
+
+CONTRACT = {
+    "adamw": (jr.adamw, {}, ["statistics", "prologue", "changes"]),
+    "sgd": (jr.sgd, {}, ["statistics", "prologue", "changes"]),
+    "lion, not skipped": (jr.lion, {"skip_nonfinite": False}, ["prologue", "changes"]),
+    "adamw, max_norm": (jr.adamw, {"max_norm": 1.0}, ["norms", "finish", "changes"]),
+    "lars": (jr.lars, {}, ["pack", "norms", "finish", "changes"]),
+    "lamb": (jr.lamb, {}, ["pack", *LAMB[:-1], "changes"]),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_under_optax_contract_all_leaves_are_one_launch(name):
+    factory, options, ops = CONTRACT[name]
+    params, optimizer = mlp(), factory(0.1, backend="auto", **options)
+    jaxpr = jax.make_jaxpr(optimizer.update)(params, optimizer.init(params), params)
+    assert ops_of(jaxpr) == ops
 
 
 def test_both_arenas_take_part_and_the_scalars_advance_once():

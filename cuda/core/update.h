@@ -73,11 +73,11 @@ JR_HD T Lerp(T a, T b, T t) {
   return t == T(1) ? b : a + t * (b - a);
 }
 
-// Decay and update are added up before they are rounded into the weight: a factor 1 - lr wd would
-// round to 1 for small lr wd.
+// What a step takes from the weight. Decay and update are added up before they are rounded into it:
+// a factor 1 - lr wd would round to 1 for small lr wd.
 template <typename T>
-JR_HD T NewWeight(const GroupScalars<T>& s, T w, T u) {
-  return w - (s.lr_wd * w + s.lr * u);
+JR_HD T Decrement(const GroupScalars<T>& s, T w, T u) {
+  return s.lr_wd * w + s.lr * u;
 }
 
 // Each optimizer takes the gradient g, renews the moments (m, v; unused ones are ignored), and
@@ -140,7 +140,14 @@ struct Lion {
 
 template <typename Rule, typename T>
 JR_HD void Apply(const GroupScalars<T>& s, T g, T& w, T& m, T& v) {
-  w = NewWeight(s, w, Rule::Direction(s, g, w, m, v));
+  w = w - Decrement(s, w, Rule::Direction(s, g, w, m, v));
+}
+
+// The same with what is to be added to the weight in its place, which is not rounded as the new
+// weight would be.
+template <typename Rule, typename T>
+JR_HD void ToChange(const GroupScalars<T>& s, T g, T& w, T& m, T& v) {
+  w = -Decrement(s, w, Rule::Direction(s, g, w, m, v));
 }
 
 }  // namespace jaxrenaissance

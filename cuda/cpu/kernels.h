@@ -39,10 +39,11 @@ using AccumulateFn = bool (*)(const void* gradient, void* accumulator, int64_t c
 using LerpFn = void (*)(void* data, const void* target, int64_t count, double tau);
 
 // Indexed by [arena is double][floats are double][kind][gradient type], and so on; null where a
-// float32 arena would meet a float64 leaf.
+// float32 arena would meet a float64 leaf. `change` leaves the changes where the weights were.
 struct CpuKernels {
   const char* name;
   UpdateFn update[2][2][kUpdateKinds][kLeafTypes];
+  UpdateFn change[2][2][kUpdateKinds][kLeafTypes];
   WidenFn widen[2][kLeafTypes];
   NarrowFn narrow[2][kLeafTypes];
   NonFiniteFn non_finite[kLeafTypes];

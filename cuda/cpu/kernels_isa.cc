@@ -30,7 +30,8 @@ GroupScalars<T> ScalarsOf(const UpdateStretch& stretch) {
   return scalars;
 }
 
-template <typename Rule, typename T, typename S, typename G>
+// With kChange what is to be added to the weights takes their place.
+template <typename Rule, typename T, typename S, typename G, bool kChange>
 void Update(const UpdateStretch& stretch) {
   const S* floats = static_cast<const S*>(stretch.floats);
   const GroupScalars<T> scalars = ScalarsOf<T, S>(stretch);
@@ -50,7 +51,12 @@ void Update(const UpdateStretch& stretch) {
       T wi = w[i], mi{}, vi{};
       if constexpr (Rule::kMoments > 0) mi = m[i];
       if constexpr (Rule::kMoments > 1) vi = v[i];
-      Apply<Rule>(scalars, ScaledGradient(call, static_cast<T>(Widen(g[i]))), wi, mi, vi);
+      const T gi = ScaledGradient(call, static_cast<T>(Widen(g[i])));
+      if constexpr (kChange) {
+        ToChange<Rule>(scalars, gi, wi, mi, vi);
+      } else {
+        Apply<Rule>(scalars, gi, wi, mi, vi);
+      }
       w[i] = wi;
       if constexpr (Rule::kMoments > 0) m[i] = mi;
       if constexpr (Rule::kMoments > 1) v[i] = vi;
@@ -219,7 +225,8 @@ void FillRule(UpdateKind kind, CpuKernels& kernels) {
   const int k = static_cast<int>(kind);
   ForEachLeafType<T>([&](int type, auto leaf) {
     using G = decltype(leaf);
-    kernels.update[t][s][k][type] = Update<Rule, T, S, G>;
+    kernels.update[t][s][k][type] = Update<Rule, T, S, G, false>;
+    kernels.change[t][s][k][type] = Update<Rule, T, S, G, true>;
     kernels.chunk_update_sum[t][s][k][type] = ChunkUpdateSum<Rule, T, S, G, false>;
     kernels.chunk_direction_sum[t][s][k][type] = ChunkUpdateSum<Rule, T, S, G, true>;
   });

@@ -43,6 +43,42 @@ inline UpdateCall DecodeUpdate(Decoder& decoder, int moments) {
   return call;
 }
 
+// An update whose weights are leaves, and which hands out what is to be added to them.
+struct ChangesCall {
+  Layout layout;
+  Floats floats;
+  UpdateOperands operands;
+  std::vector<Leaf> weights;  // empty where they play no part
+  std::vector<Leaf> changes;
+};
+
+// The moments are the first results, the changes the others. Gradients come before weights.
+inline ChangesCall DecodeChanges(Decoder& decoder, int moments) {
+  ChangesCall call{};
+  call.layout = decoder.ReadLayout();
+  call.floats = decoder.ReadFloats();
+  UpdateOperands& operands = call.operands;
+  for (int i = 0; i < moments; ++i)
+    operands.moments[i] = decoder.ReadInPlaceArena(call.layout, i, "a moment");
+  DecodeRatios(decoder, call.layout, call.floats, operands);
+  call.changes = decoder.ResultLeaves(call.layout, moments);
+  std::vector<Leaf>& gradients = operands.gradients.leaves;
+  gradients = decoder.RemainingLeaves(call.layout);
+  if (decoder.Attribute<int64_t>("weights") != 0) {
+    const auto middle = gradients.begin() + static_cast<int64_t>(gradients.size() / 2);
+    call.weights.assign(middle, gradients.end());
+    gradients.erase(middle, gradients.end());
+    decoder.Require(call.weights.size() == call.changes.size(),
+                    "there are not as many weights as changes");
+  }
+  decoder.Require(gradients.size() == call.changes.size(),
+                  "there are not as many gradients as changes");
+  decoder.Require(call.floats.is_double || !call.layout.is_double,
+                  "float32 scalars beside a float64 arena");
+  decoder.CheckSegments(call.layout, &call.changes, call.floats.num_groups);
+  return call;
+}
+
 struct UpdateNormsCall {
   Layout layout;
   Floats floats;

@@ -135,6 +135,49 @@ ffi::Future Update(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   });
 }
 
+// What is read from leaves and written to leaves goes through a small arena of its own, which stays
+// in the cache, so that every pair of types is not a loop of its own.
+template <typename Rule, UpdateKind kKind>
+ffi::Future Changes(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  ChangesCall call = DecodeChanges(decoder, Rule::kMoments);
+  if (!decoder.ok()) return Failed(decoder.error());
+  const int64_t chunks = NumChunks(call.layout);
+  return ForEachChunk(pool, chunks, [call = std::move(call), chunks](int64_t i) {
+    constexpr int64_t kBlock = 1024;  // elements
+    alignas(64) double block[kBlock];
+    const bool is_double = call.layout.is_double;
+    const CpuKernels& kernels = BestCpuKernels();
+    const auto& change = kernels.change[is_double][call.floats.is_double][static_cast<int>(kKind)];
+    const auto step = [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
+      const Leaf& to = call.changes[segment.leaf];
+      memset(block, 0, sizeof(block));
+      if (FloatAt(call.floats, member * call.floats.stride + kApply) != 0) {
+        if (!call.weights.empty()) {
+          const Leaf& weight = call.weights[segment.leaf];
+          kernels.widen[is_double][static_cast<int>(weight.type)](
+              LeafElement(weight, member, segment, low), block, high - low);
+        }
+        TypedStretch own =
+            StretchOf(call.layout, call.floats, call.operands, member, segment, low, high);
+        own.stretch.weights = block;
+        const std::optional<double> ratio = RatioOf(call, member, segment);
+        own.stretch.ratio = ratio ? &*ratio : nullptr;
+        change[static_cast<int>(own.type)](own.stretch);
+      }
+      kernels.narrow[is_double][static_cast<int>(to.type)](
+          block, LeafElement(to, member, segment, low), high - low);
+    };
+    // Backwards, as the update.
+    ForEachStretch(call.layout, chunks - 1 - i,
+                   [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
+                     for (; low < high; low += kBlock)
+                       step(member, segment, low, std::min(low + kBlock, high));
+                   });
+  });
+}
+
 void AtomicMin(int32_t* target, int32_t value) {
   int32_t seen = __atomic_load_n(target, __ATOMIC_RELAXED);
   while (value < seen && !__atomic_compare_exchange_n(target, &seen, value, true, __ATOMIC_RELAXED,
@@ -523,6 +566,11 @@ XLA_FFI_DEFINE_HANDLER(kUpdateNormsMomentum, (UpdateNorms<Momentum, UpdateKind::
 XLA_FFI_DEFINE_HANDLER(kUpdateNormsNesterov, (UpdateNorms<Nesterov, UpdateKind::kNesterov>),
                        Bind());
 XLA_FFI_DEFINE_HANDLER(kUpdateNormsAdam, (UpdateNorms<Adam, UpdateKind::kAdam>), Bind());
+XLA_FFI_DEFINE_HANDLER(kChangesSgd, (Changes<Sgd, UpdateKind::kSgd>), Bind());
+XLA_FFI_DEFINE_HANDLER(kChangesMomentum, (Changes<Momentum, UpdateKind::kMomentum>), Bind());
+XLA_FFI_DEFINE_HANDLER(kChangesNesterov, (Changes<Nesterov, UpdateKind::kNesterov>), Bind());
+XLA_FFI_DEFINE_HANDLER(kChangesAdam, (Changes<Adam, UpdateKind::kAdam>), Bind());
+XLA_FFI_DEFINE_HANDLER(kChangesLion, (Changes<Lion, UpdateKind::kLion>), Bind());
 XLA_FFI_DEFINE_HANDLER(kStatistics, Statistics, Bind());
 XLA_FFI_DEFINE_HANDLER(kNorms, Norms, Bind());
 XLA_FFI_DEFINE_HANDLER(kAccumulate, AccumulateGradients, Bind());
@@ -547,6 +595,11 @@ std::vector<HandlerEntry> CpuHandlers() {
           {"jaxrenaissance_update_norms_momentum_v1", "execute", kUpdateNormsMomentum},
           {"jaxrenaissance_update_norms_nesterov_v1", "execute", kUpdateNormsNesterov},
           {"jaxrenaissance_update_norms_adam_v1", "execute", kUpdateNormsAdam},
+          {"jaxrenaissance_changes_sgd_v1", "execute", kChangesSgd},
+          {"jaxrenaissance_changes_momentum_v1", "execute", kChangesMomentum},
+          {"jaxrenaissance_changes_nesterov_v1", "execute", kChangesNesterov},
+          {"jaxrenaissance_changes_adam_v1", "execute", kChangesAdam},
+          {"jaxrenaissance_changes_lion_v1", "execute", kChangesLion},
           {"jaxrenaissance_statistics_v1", "execute", kStatistics},
           {"jaxrenaissance_norms_v1", "execute", kNorms},
           {"jaxrenaissance_accumulate_v1", "execute", kAccumulate},

@@ -31,6 +31,16 @@ ffi::Error Update(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
 }
 
 template <UpdateKind kKind, int kMoments>
+ffi::Error Changes(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ffi::Dictionary attributes) {
+  Decoder decoder(args, rets, attributes);
+  const ChangesCall call = DecodeChanges(decoder, kMoments);
+  if (!decoder.ok()) return decoder.error();
+  return Checked(LaunchChanges(kKind, call.layout, call.floats, call.operands, call.weights,
+                               call.changes, stream));
+}
+
+template <UpdateKind kKind, int kMoments>
 ffi::Error UpdateNorms(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        ffi::Dictionary attributes) {
   Decoder decoder(args, rets, attributes);
@@ -120,6 +130,11 @@ cudaError_t PreloadUpdateOf() {
 }
 
 template <UpdateKind kKind>
+cudaError_t PreloadChangesOf() {
+  return PreloadChanges(kKind);
+}
+
+template <UpdateKind kKind>
 cudaError_t PreloadUpdateNormsOf() {
   return PreloadUpdateNorms(kKind);
 }
@@ -143,6 +158,8 @@ auto BindInitialize() {
 #define JR_DEFINE_RULE(rule, moments)                                          \
   JR_DEFINE_OP(Update##rule, (Update<UpdateKind::k##rule, moments>),           \
                PreloadUpdateOf<UpdateKind::k##rule>);                          \
+  JR_DEFINE_OP(Changes##rule, (Changes<UpdateKind::k##rule, moments>),         \
+               PreloadChangesOf<UpdateKind::k##rule>);                         \
   JR_DEFINE_OP(UpdateNorms##rule, (UpdateNorms<UpdateKind::k##rule, moments>), \
                PreloadUpdateNormsOf<UpdateKind::k##rule>)
 
@@ -180,6 +197,11 @@ std::vector<HandlerEntry> CudaHandlers() {
           JR_ENTRIES("update_norms_nesterov", UpdateNormsNesterov),
           JR_ENTRIES("update_norms_adam", UpdateNormsAdam),
           JR_ENTRIES("update_norms_lion", UpdateNormsLion),
+          JR_ENTRIES("changes_sgd", ChangesSgd),
+          JR_ENTRIES("changes_momentum", ChangesMomentum),
+          JR_ENTRIES("changes_nesterov", ChangesNesterov),
+          JR_ENTRIES("changes_adam", ChangesAdam),
+          JR_ENTRIES("changes_lion", ChangesLion),
           JR_ENTRIES("statistics", Statistics),
           JR_ENTRIES("norms", Norms),
           JR_ENTRIES("accumulate", Accumulate),

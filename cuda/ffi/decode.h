@@ -230,7 +230,7 @@ class Decoder {
       Fail(std::string(name) + " is not updated in place");
   }
 
-  // All operands from here on, or all results, as leaves.
+  // All operands from here on, or all results from the first wanted on, as leaves.
   std::vector<Leaf> RemainingLeaves(const Layout& layout) {
     std::vector<Leaf> leaves;
     leaves.reserve(args_.size() - static_cast<size_t>(next_));
@@ -242,10 +242,10 @@ class Decoder {
     return leaves;
   }
 
-  std::vector<Leaf> ResultLeaves(const Layout& layout) {
+  std::vector<Leaf> ResultLeaves(const Layout& layout, int64_t first = 0) {
     std::vector<Leaf> leaves;
     leaves.reserve(rets_.size());
-    for (int64_t i = 0; ok() && i < static_cast<int64_t>(rets_.size()); ++i) {
+    for (int64_t i = first; ok() && i < static_cast<int64_t>(rets_.size()); ++i) {
       if (const std::optional<ffi::AnyBuffer> buffer = Output(i))
         AddLeaf(*buffer, false, layout, leaves);
     }

@@ -12,6 +12,9 @@ namespace jaxrenaissance {
 // the segments do not follow each other line by line, or the batch is larger than a grid.
 cudaError_t LaunchUpdate(UpdateKind kind, const Layout& layout, const Floats& floats,
                          const UpdateOperands& operands, cudaStream_t stream);
+cudaError_t LaunchChanges(UpdateKind kind, const Layout& layout, const Floats& floats,
+                          const UpdateOperands& operands, const std::vector<Leaf>& weights,
+                          const std::vector<Leaf>& changes, cudaStream_t stream);
 cudaError_t LaunchUpdateNorms(UpdateKind kind, const Layout& layout, const Floats& floats,
                               const UpdateOperands& operands, const Workspace& workspace,
                               int32_t* of_weights, cudaStream_t stream);
@@ -30,6 +33,7 @@ cudaError_t LaunchPrologue(bool is_double, void* floats, int32_t* ints, int64_t 
 // Load every kernel of an op on the current device, so that lazy loading never falls into a stream
 // capture.
 cudaError_t PreloadUpdate(UpdateKind kind);
+cudaError_t PreloadChanges(UpdateKind kind);
 cudaError_t PreloadUpdateNorms(UpdateKind kind);
 cudaError_t PreloadPacking();
 cudaError_t PreloadStatistics();

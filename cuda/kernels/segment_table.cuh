@@ -180,7 +180,8 @@ bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, i
 }
 
 // Calls launch(grid, table) for each launch, with a table of the smallest capacity that fits.
-template <typename T, int kVectors = 1, typename F>
+template <typename T, int kVectors = 1, int kMedium = kMediumTable, int kLarge = kLargeTable,
+          typename F>
 cudaError_t ForEachLaunch(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag,
                           const F& launch) {
   if (layout.size * layout.members == 0) return cudaSuccess;
@@ -191,18 +192,18 @@ cudaError_t ForEachLaunch(const Layout& layout, const std::vector<Leaf>& leaves,
     return cudaPeekAtLastError();
   };
   // A layout without segments still has padding to look after: one launch with an empty table.
-  for (int64_t first = 0; first == 0 || first < layout.num_segments; first += kLargeTable) {
+  for (int64_t first = 0; first == 0 || first < layout.num_segments; first += kLarge) {
     const int64_t left = layout.num_segments - first;
     cudaError_t error;
     if (left <= kSmallTable) {
       SegmentTable<kSmallTable> table{};
       error = run(table, first, left);
-    } else if (left <= kMediumTable) {
-      SegmentTable<kMediumTable> table;
+    } else if (left <= kMedium) {
+      SegmentTable<kMedium> table;
       error = run(table, first, left);
     } else {
-      SegmentTable<kLargeTable> table;
-      error = run(table, first, left < kLargeTable ? left : kLargeTable);
+      SegmentTable<kLarge> table;
+      error = run(table, first, left < kLarge ? left : kLarge);
     }
     if (error != cudaSuccess) return error;
   }

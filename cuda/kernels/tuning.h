@@ -36,6 +36,9 @@ constexpr int kSmallTable = 64;
 constexpr int kMediumTable = 448;
 constexpr int kLargeTable = 1536;
 constexpr int kLargePartialTable = 1280;  // of a reduction, whose table says more of a segment
+// Of an op with three leaves a segment.
+constexpr int kMediumTripleTable = 224;
+constexpr int kLargeTripleTable = 640;
 
 // Buckets of consecutive tiles: a first guess at the segment, before the search.
 constexpr int kBuckets = 256;

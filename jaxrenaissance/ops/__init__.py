@@ -4,6 +4,7 @@ Each is one JAX primitive with a lowering per platform; ``backend="xla"`` is pla
 """
 
 from .accumulate import accumulate as accumulate
+from .changes import changes as changes
 from .finish import finish as finish
 from .finish_ratios import finish_ratios as finish_ratios
 from .finish_update import finish_update as finish_update

@@ -40,6 +40,16 @@ def check_arena(name: str, arena: Any, layout: ArenaLayout) -> None:
     check_array(name, arena, (layout.size,), (layout.dtype,))
 
 
+def check_leaf_dtypes(name: str, dtypes: Sequence[np.dtype], layout: ArenaLayout) -> None:
+    """Raises unless there is a dtype for each leaf of this layout, which its arena may have."""
+    if len(dtypes) != len(layout.shapes):
+        raise ValueError(f"{name}: got {len(dtypes)} dtypes, wanted {len(layout.shapes)}")
+    for i, dtype in enumerate(dtypes):
+        if dtype not in leaf_dtypes(layout):
+            wanted = ", ".join(d.name for d in leaf_dtypes(layout))
+            raise ValueError(f"{name}[{i}]: got {dtype.name}, wanted one of {wanted}")
+
+
 def check_leaves(name: str, leaves: Sequence[Any], layout: ArenaLayout) -> None:
     """Raises unless ``leaves`` are this layout's leaves, in arena order."""
     if len(leaves) != len(layout.shapes):

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..plan import ArenaLayout
 from ..reference import unpack as reference
-from .checks import check_arena, leaf_dtypes
+from .checks import check_arena, check_leaf_dtypes
 from .primitive import Op
 
 
@@ -39,10 +39,7 @@ def unpack(
     """
     check_arena("arena", arena, layout)
     dtypes = tuple(np.dtype(d) for d in dtypes)
-    for i, dtype in enumerate(dtypes):
-        if dtype not in leaf_dtypes(layout):
-            wanted = ", ".join(d.name for d in leaf_dtypes(layout))
-            raise ValueError(f"dtypes[{i}]: got {dtype.name}, wanted one of {wanted}")
+    check_leaf_dtypes("dtypes", dtypes, layout)
     if not layout.shapes:
         return []
     return _unpack(arena, layout=layout, dtypes=dtypes, backend=backend)

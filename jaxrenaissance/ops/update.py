@@ -37,6 +37,16 @@ def _op(kind: str) -> Op:
 _ops = {kind: _op(kind) for kind in MOMENTS}
 
 
+def check_moments(kind: str, moments: Sequence[jax.Array], layout: ArenaLayout) -> None:
+    """Raises unless the moments are those of this kind."""
+    if kind not in MOMENTS:
+        raise ValueError(f"kind: got {kind!r}, wanted one of {', '.join(MOMENTS)}")
+    if len(moments) != MOMENTS[kind]:
+        raise ValueError(f"moments: {kind} has {MOMENTS[kind]}, got {len(moments)}")
+    for i, moment in enumerate(moments):
+        check_arena(f"moments[{i}]", moment, layout)
+
+
 def update_operands(
     kind: str,
     layout: ArenaLayout,
@@ -46,14 +56,9 @@ def update_operands(
     gradients: Sequence[jax.Array] | jax.Array,
 ) -> tuple[tuple[jax.Array, ...], bool]:
     """The gradients as operands, and whether they are an arena; raises unless all fits the kind."""
-    if kind not in MOMENTS:
-        raise ValueError(f"kind: got {kind!r}, wanted one of {', '.join(MOMENTS)}")
+    check_moments(kind, moments, layout)
     check_floats(floats, layout)
     check_arena("weights", weights, layout)
-    if len(moments) != MOMENTS[kind]:
-        raise ValueError(f"moments: {kind} has {MOMENTS[kind]}, got {len(moments)}")
-    for i, moment in enumerate(moments):
-        check_arena(f"moments[{i}]", moment, layout)
     return gradient_operands(layout, gradients)
 
 

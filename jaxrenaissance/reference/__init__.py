@@ -15,5 +15,6 @@ from .packing import pack as pack
 from .packing import unpack as unpack
 from .prologue import prologue as prologue
 from .statistics import statistics as statistics
+from .update import changes as changes
 from .update import update as update
 from .update import update_norms as update_norms

@@ -1,17 +1,18 @@
-"""update in jax.numpy."""
+"""update, changes and update_norms in jax.numpy."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import scalars as s
 from ..plan import ArenaLayout
 from .groups import runs
 from .lerp import towards
 from .norms import norms_of
-from .packing import spread, to_arena, to_leaves
+from .packing import pack, spread, to_arena, to_leaves, unpack
 
 
 def update(
@@ -32,12 +33,41 @@ def update(
     """
     olds, rest = operands[: series + ema], operands[series + ema :]
     gradient = to_arena(rest[ratios:], layout, from_arena)
-    new = _step(kind, layout, floats, olds[:series], gradient, rest[0] if ratios else None)[1:]
+    _, change, *moments = _step(
+        kind, layout, floats, olds[:series], gradient, rest[0] if ratios else None
+    )
+    new = [olds[0] + change, *moments]
     if ema:
         rate = floats[s.ONE_MINUS_EMA].astype(layout.dtype)
         new.append(towards(olds[series], new[0], rate))
     apply = floats[s.APPLY] != 0
     return [jnp.where(apply, x, old) for x, old in zip(new, olds, strict=True)]
+
+
+def changes(
+    kind: str,
+    num_moments: int,
+    floats: jax.Array,
+    *operands: jax.Array,
+    layout: ArenaLayout,
+    weights: bool,
+    ratios: bool,
+    dtypes: tuple[np.dtype, ...],
+) -> list[jax.Array]:
+    """The new moments, then what is to be added to each weight.
+
+    ``operands`` are the moments, the trust ratios, the gradients, then the weights.
+    """
+    olds, rest = operands[:num_moments], operands[num_moments:]
+    leaves = rest[ratios:]
+    gradient = pack(*leaves[: len(dtypes)], layout=layout)[0]
+    before = pack(*leaves[len(dtypes) :], layout=layout)[0] if weights else jnp.zeros_like(gradient)
+    _, change, *moments = _step(
+        kind, layout, floats, (before, *olds), gradient, rest[0] if ratios else None
+    )
+    apply = floats[s.APPLY] != 0
+    moments = [jnp.where(apply, x, old) for x, old in zip(moments, olds, strict=True)]
+    return [*moments, *unpack(jnp.where(apply, change, 0), layout=layout, dtypes=dtypes)]
 
 
 def update_norms(
@@ -56,8 +86,8 @@ def update_norms(
     """
     states, rest = operands[:series], operands[series:]
     gradient = to_arena(rest[ratios:], layout, from_arena)
-    before, after, *_ = _step(kind, layout, floats, states, gradient, rest[0] if ratios else None)
-    arenas = (before, states[0]) if direction else (after - states[0],)
+    before, change, *_ = _step(kind, layout, floats, states, gradient, rest[0] if ratios else None)
+    arenas = (before, states[0]) if direction else ((states[0] + change) - states[0],)
     return [norms_of(layout, to_leaves((arena,), layout, True)) for arena in arenas]
 
 
@@ -77,7 +107,8 @@ def _step(
     gradient: jax.Array,
     ratios: jax.Array | None,
 ) -> list[jax.Array]:
-    """The update before its learning rate, decay included; then the new weights and moments."""
+    """The update before its learning rate, decay included; what is to be added to the weights; then
+    the new moments."""
     values = floats.astype(layout.dtype)
     bound = values[s.MAX_VALUE]
     # What is not finite would reach the derivatives of a call that is skipped, as 0 times NaN.
@@ -90,12 +121,12 @@ def _step(
         rates = _rates(row, None if ratio is None else ratio[low:high])
         w, *moments = (x[low:high] for x in states)
         u, *moments = _DIRECTIONS[kind](row, rates, gradient[low:high], w, *moments)
-        w = w - (rates.decay * w + rates.update * u)
-        before = u + row[s.WEIGHT_DECAY] * states[0][low:high]
-        for piece, x in zip(pieces, (before, w, *moments), strict=True):
+        change = -(rates.decay * w + rates.update * u)
+        before = u + row[s.WEIGHT_DECAY] * w
+        for piece, x in zip(pieces, (before, change, *moments), strict=True):
             piece.append(x)
     if not pieces[0]:
-        return [jnp.zeros_like(states[0]), *states]
+        return [jnp.zeros_like(states[0]), jnp.zeros_like(states[0]), *states[1:]]
     return [jnp.concatenate(piece) for piece in pieces]
 
 
