@@ -11,6 +11,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..compute_dtypes import ComputeDtype
+from ..extra import copy
 from ..foreign import check_optimizer
 from ..gradients import Gradients
 from ..packed import Packed
@@ -164,8 +165,8 @@ class NNXState(Wrapper):
                 variables always have the dtypes that were given.
         """
         params = self.core.params if full_precision else self.core.compute_params
-        # An outer jit donates the state; what a module holds outside of it outlives that.
-        rest = jax.tree.map(_own, self.core.extra["rest"])
+        # What a module holds outside of jit outlives the state's donation.
+        rest = copy(self.core.extra["rest"])
         model = nnx.merge(self.template.graphdef, params, self.core.extra["floats"].tree, rest)
         self._given.append(weakref.ref(model))
         return model
@@ -266,10 +267,6 @@ class NNXState(Wrapper):
 
     def __repr__(self) -> str:
         return repr(self.core).replace("TrainState", "NNXState", 1)
-
-
-def _own(array: Any) -> Any:
-    return array if isinstance(array, jax.core.Tracer) else jax.numpy.copy(array)
 
 
 def _text(path: Path) -> str:

@@ -18,11 +18,13 @@ _READ = frozenset(
         "ema_params",
         "has_nan",
         "loss_scale",
+        "merge",
         "metrics",
         "plan",
         "scale_loss",
         "skipped",
         "spec",
+        "trainable_params",
         "trust_ratios",
     }
 )
