@@ -186,7 +186,7 @@ class NNXState(Wrapper):
 
         What the forward pass changed in the model's other variables is taken over, but not where
         this call's gradients are not finite: then the step and its statistics are skipped.
-        Variables that the forward pass added (`sow`) are not kept.
+        Variables that the forward pass added (intermediates) are not kept.
 
         Args:
             grads: what `nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(model)` gives, or a nested
