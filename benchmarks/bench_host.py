@@ -9,7 +9,7 @@ end is not waited for. The floor is a jitted, donated function of as many tiny b
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ def optax_step(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
     return step
 
 
-def call_times(sides: dict[str, Side], rounds: int) -> dict[str, Seconds]:
+def call_times(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Seconds]:
     """Seconds until a call returns, the device being idle before it."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(rounds + WARM_UP_CALLS):

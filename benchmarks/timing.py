@@ -137,9 +137,13 @@ def _processor() -> str:
 
 
 def report(title: str, rows: list[dict[str, Any]], path: str | None) -> None:
-    """Prints rows as a table, and writes them with the machine as JSON where a path is given."""
+    """Prints rows as a table, and writes them with the machine as JSON where a path is given.
+
+    Lists are written alone.
+    """
     print(f"\n{title}")
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    items = [item for row in rows for item in row.items()]
+    columns = list(dict.fromkeys(key for key, value in items if not isinstance(value, list)))
     cells = [columns, *([_cell(row.get(c)) for c in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:

@@ -397,8 +397,18 @@ def read(spec: Spec, floats: jax.Array) -> dict[str, jax.Array]:
     return values
 
 
-def _read(spec: Spec, floats: jax.Array, name: str, number: int) -> jax.Array:
+def location(spec: Spec, name: str, number: int) -> tuple[int, bool]:
+    """Where a hyperparameter of group `number` (0: the optimizer's own) is read from.
+
+    Returns:
+        The index into the float scalars, and whether 1 − value is stored there.
+    """
     slot, row = _slot(spec, name), number * rows_each(spec.trust is not None)
     index = slot.column if slot.header else scalars.float_index(row, slot.column)
+    return index, slot.complement
+
+
+def _read(spec: Spec, floats: jax.Array, name: str, number: int) -> jax.Array:
+    index, complement = location(spec, name, number)
     value = floats[..., index]
-    return 1 - value if slot.complement else value
+    return 1 - value if complement else value

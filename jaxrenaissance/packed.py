@@ -268,7 +268,7 @@ def match(plan: MemoryPlan, tree: Any, argument: str) -> list[Any]:
             names = " or ".join(d.name for d in allowed)
             faults.append(f"{leaf.path!r} has dtype {dtype.name}, wanted {names}")
     if faults:
-        raise ValueError(f"{argument}: {_listed(faults)}")
+        raise ValueError(f"{argument}: {listed(faults)}")
     return entries
 
 
@@ -300,10 +300,11 @@ def _structure_fault(plan: MemoryPlan, tree: Any, argument: str) -> str:
     if not faults:
         got_structure, wanted_structure = _short(jtu.tree_structure(tree)), _short(plan.treedef)
         faults = [f"other containers, got {got_structure}, wanted {wanted_structure}"]
-    return f"{argument}: the tree does not match the parameters: {_listed(faults)}"
+    return f"{argument}: the tree does not match the parameters: {listed(faults)}"
 
 
-def _listed(faults: Sequence[str]) -> str:
+def listed(faults: Sequence[str]) -> str:
+    """The first few faults, and how many more there are."""
     more = len(faults) - _MAX_LISTED
     return "; ".join(faults[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
 

@@ -7,12 +7,18 @@ from typing import Any, TypeGuard
 import jax.tree_util as jtu
 import numpy as np
 
+_BOXES = frozenset({jtu.GetAttrKey("value"), jtu.GetAttrKey("raw_value")})
+
 
 def path_string(key_path: jtu.KeyPath) -> str:
     """The path of a leaf as text: dict keys, attribute names and indices joined by "/".
 
-    A tree that is a single leaf has the path "".
+    A tree that is a single leaf has the path "". An attribute `value` at the end is left out: it is
+    what a Variable of NNX or a boxed parameter of Linen keeps its array in, so that patterns match
+    a tree of these as they match the tree of their arrays.
     """
+    if len(key_path) > 1 and key_path[-1] in _BOXES:
+        key_path = key_path[:-1]
     return jtu.keystr(key_path, simple=True, separator="/")
 
 

@@ -9,7 +9,18 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from . import averages, gradients, hyperparams, metrics, packed, replan, scalars, surgery, transform
+from . import (
+    averages,
+    checkpoint,
+    gradients,
+    hyperparams,
+    metrics,
+    packed,
+    replan,
+    scalars,
+    surgery,
+    transform,
+)
 from .compute_dtypes import ComputeDtype, resolve
 from .extra import check_like, copy, hold_back
 from .foreign import check_optimizer
@@ -612,6 +623,103 @@ class TrainState:
         if not self.spec.trust:
             raise ValueError(f"trust_ratios: {self.spec.kind} has none; jr.lars and jr.lamb have")
         return metrics.trust_ratios(self.plan, self.ratios)
+
+    def to_leaves(self, *, host: bool = False) -> dict[str, Any]:
+        """What a checkpoint holds: every leaf by itself, by path, whatever the plan.
+
+        Nested dicts with strings for keys and arrays for leaves, which Orbax, npz and safetensors
+        files take, and which can be read without this package. They are copies: the state may be
+        donated afterwards.
+
+        >>> import jax.numpy as jnp
+        >>> import jaxrenaissance as jr
+        >>> optimizer = jr.sgd(0.5, momentum=0.5)
+        >>> state = jr.TrainState.create({"w": jnp.ones(2)}, optimizer)
+        >>> state = state.apply_gradients({"w": jnp.ones(2)})
+        >>> leaves = state.to_leaves()
+        >>> leaves["params"]["w"].tolist(), leaves["mu"]["w"].tolist()
+        ([0.5, 0.5], [1.0, 1.0])
+        >>> int(leaves["counters"]["step"]), float(leaves["hyperparams"]["momentum"])
+        (1, 0.5)
+        >>> again = jr.TrainState.from_leaves(leaves, like=state)
+        >>> again.params["w"].tolist()
+        [0.5, 0.5]
+
+        Args:
+            host: whether the arrays are NumPy's. Then each buffer of the state is transferred
+                once, and cut into leaves on the host. Not under jit.
+
+        Returns:
+            A dict of
+
+            - `format`: the version of this format, an int32 scalar; `optimizer`: a key that names
+              it;
+            - `params`: the parameters as in `params`, in the containers and dtypes that were
+              given, with leaves that are not trained, and the data of PRNG keys;
+            - `master`: of bfloat16 and float16 parameters the float32 that are kept of them;
+            - `mu`, `nu`, `ema`, `accumulator`: what the optimizer keeps of moments, averages and
+              sums, each a dict from the leaf's path (or, where the parameters are one array, that
+              alone), in float32 or float64. An average with `ema_debias` is not divided yet;
+            - `counters`: step, calls, skips and their like, and where gradients are accumulated
+              or the loss is scaled what these count; leaves are named by number in the tree's
+              order;
+            - `scalars`: the loss scale with its bounds, and what was measured of the last call;
+            - `hyperparams`: the numbers that do not follow a schedule, each group's in
+              `groups`. "one_minus_b1" is 1 − b1, which is what float32 holds to seven digits;
+            - `extra`, `ema_extra`: where there are any, with the tree in place of each `Packed`,
+              in float32 or float64.
+
+        Raises:
+            ValueError: if the state holds several members, or two leaves have one path.
+        """
+        self._check_single("to_leaves")
+        return checkpoint.to_leaves(self._contents, host=host)
+
+    @staticmethod
+    def from_leaves(leaves: Any, like: "TrainState") -> "TrainState":
+        """The state that `to_leaves` was called on, under the plan of another.
+
+        It goes on bit for bit as the one that was saved; but the norms and trust ratios by leaf
+        that the last call measured start anew. The plan may differ: regions, masks, groups,
+        `shards`, compute dtypes, the backend.
+
+        The checkpoint's numbers win. Where those of `like` differ, one warning through the
+        package's logger says which, and `replace_hyperparams` sets them; what the checkpoint has no
+        number for, such as a new group, is as in `like`.
+
+        Args:
+            leaves: from `to_leaves`, or read back: by path, in whatever containers, also as one
+                mapping from paths ("params/head/kernel") to arrays.
+            like: a state for the same parameters and extra, concrete, or abstract as
+                `jax.eval_shape(lambda: TrainState.create(…))`. What it holds is not looked at, but
+                for hyperparameters; where it is committed to devices, the new state is, too.
+
+        Raises:
+            TypeError: if like is not a state, or the leaves are traced.
+            ValueError: if a leaf is missing, unknown, of another shape or dtype, or sharded over
+                devices; names the paths. If the format has another version, or the moments are
+                another optimizer's.
+        """
+        if not isinstance(like, TrainState):
+            raise TypeError(
+                f"like: expected a TrainState, or jax.eval_shape(lambda: TrainState.create(…)), "
+                f"got a {type(like).__name__}"
+            )
+        like._check_single("from_leaves")
+        new = checkpoint.from_leaves(leaves, like._contents)
+        return dataclasses.replace(
+            like,
+            **new.buffers._asdict(),
+            frozen=new.frozen,
+            extra=new.extra,
+            ema_extra=new.ema_extra,
+        )
+
+    @property
+    def _contents(self) -> checkpoint.Contents:
+        return checkpoint.Contents(
+            self.static, self._buffers, self.frozen, self.extra, self.ema_extra
+        )
 
     @property
     def _buffers(self) -> Buffers:

@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from . import hyperparams, packed, scalars
 from .accumulation import Accumulate
 from .groups import Group
 from .hyperparams import Numbers
 from .options import Options, resolve
-from .paths import is_function
+from .paths import is_function, path_string
 from .plan import NO_TRUST, MemoryPlan
 from .spec import Identity, Spec, fingerprint
 from .step import Buffers, changes, scalar_dtype
@@ -27,6 +29,9 @@ _PLANS_KEPT = 64
 
 class State(NamedTuple):
     """What an `Optimizer` keeps under optax's contract.
+
+    For `optax.tree_map_params` it has no parameters, since arenas are not like the tree. An empty
+    tree has one empty arena, as it must there.
 
     Attributes:
         count: int32 scalar, the updates made.
@@ -75,7 +80,8 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         init: params → `State`.
         update: (updates, state, params) → (updates, state), as optax has it. `params + updates` is
             a pass of its own there; `TrainState` needs none. What only works in place (an average
-            of the weights, loss scaling, accumulation, metrics) is an error there.
+            of the weights, loss scaling, accumulation, metrics) is an error there. Updates have the
+            dtypes that optax's have; without params, the gradients' stand for the parameters'.
         spec: kind, structural options and schedules.
         numbers: all that is a number and not scheduled.
         selection: which leaves have weight decay, trust ratios and hyperparameters of their own.
@@ -222,11 +228,25 @@ def _cached_plan(tree: Any, selection: Selection) -> MemoryPlan:
     key = (treedef, avals, selection.key())
     plan = _plans.get(key)
     if plan is None:
+        _check_floats(tree)
         plan = build_plan(tree, selection)
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
         _plans[key] = plan
     return plan
+
+
+def _check_floats(tree: Any) -> None:
+    """Raises for what optax's contract has to leave out; `TrainState` has `trainable=` for it."""
+    for key_path, leaf in jtu.tree_leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            what = f"is a {type(leaf).__name__}" if dtype is None else f"has dtype {dtype}"
+            raise ValueError(
+                f"params: the leaf {path_string(key_path)!r} {what}, and an arena holds float "
+                "arrays alone. Leave it out with optax.masked or optax.partition; for a model of "
+                "Equinox with eqx.filter(model, eqx.is_inexact_array)"
+            )
 
 
 def _refuse_in_place(spec: Spec) -> None:
@@ -247,13 +267,35 @@ def _refuse_in_place(spec: Spec) -> None:
 
 def _init(spec: Spec, selection: Selection, params: Any) -> State:
     _refuse_in_place(spec)
-    plan = _cached_plan(params, selection)
-    moments = [
-        tuple(jnp.zeros(arena.size, arena.dtype) for arena in plan.arenas)
-        for _ in range(spec.config.moments)
-    ]
+    packed.refuse_sharded(params, "params")
+    arenas = _arenas(_cached_plan(params, selection))
+    zeros = functools.partial(jnp.zeros, device=_placement(params))
+    moments = [tuple(zeros(*arena) for arena in arenas) for _ in range(spec.config.moments)]
     mu, nu = (*moments, (), ())[:2]
-    return State(jnp.zeros((), jnp.int32), mu, nu)
+    return State(zeros((), jnp.int32), mu, nu)
+
+
+def _arenas(plan: MemoryPlan) -> list[tuple[int, np.dtype]]:
+    """Size and dtype of each array of a series of moments.
+
+    Without parameters one that is empty: so an empty tree gives a state of the usual structure,
+    which `optax.tree_map_params` makes use of.
+    """
+    return [(x.size, x.dtype) for x in plan.arenas] or [(0, np.dtype("float32"))]
+
+
+def _placement(params: Any) -> Sharding | None:
+    """Where the parameters were put, or None where that is left to JAX.
+
+    A state that starts elsewhere moves with the first update, and then the second one compiles.
+    """
+    for leaf in jtu.tree_leaves(params):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed:
+            sharding = leaf.sharding
+            if isinstance(sharding, NamedSharding):  # Its spec is of the leaf's rank.
+                return NamedSharding(sharding.mesh, PartitionSpec())
+            return sharding
+    return None
 
 
 def _update(
@@ -270,11 +312,15 @@ def _update(
     if params is None and looks_at_weights:
         what = "weight decay needs" if spec.trust is None else "trust ratios need"
         raise ValueError(f"params: {what} them: update(updates, state, params)")
+    packed.refuse_sharded(updates, "updates")
+    packed.refuse_sharded(params, "params")
     plan = _cached_plan(updates if params is None else params, selection)
+    _check_state(spec, plan, state)
     gradients = packed.match(plan, packed.canonical(updates), "updates")
     weights = packed.match(plan, packed.canonical(params), "params") if looks_at_weights else None
     # What sums up the squares of weights does so in arenas.
     arenas = packed.pack(plan, weights, backend=spec.backend) if spec.trust and weights else ()
+    with_weights = looks_at_weights or spec.config.moments > 0
     moments = tuple(zip(*(series for series in (state.mu, state.nu) if series), strict=True))
     floats = hyperparams.initial_floats(spec, numbers, plan.num_groups, scalar_dtype(plan))
     ints = jnp.asarray(scalars.initial_ints()).at[scalars.STEP].set(state.count)
@@ -293,7 +339,37 @@ def _update(
         ),
         gradients,
         weights,
-        dtypes=packed.given_dtypes(plan),
+        dtypes=_update_dtypes(plan, gradients, with_weights=with_weights),
     )
-    mu, nu = (*(zip(*new.moments, strict=True) if plan.arenas else ()), (), ())[:2]
+    mu, nu = state.mu, state.nu
+    if plan.arenas:
+        mu, nu = (*zip(*new.moments, strict=True), (), ())[:2]
     return plan.treedef.unflatten(leaves), State(new.ints[scalars.STEP], tuple(mu), tuple(nu))
+
+
+def _check_state(spec: Spec, plan: MemoryPlan, state: Any) -> None:
+    """Raises a ValueError unless it is like what `_init` returns for these parameters."""
+    for number, name in enumerate(("mu", "nu")):
+        arenas = _arenas(plan) if number < spec.config.moments else []
+        wanted = [f"{dtype}[{size}]" for size, dtype in arenas]
+        series = getattr(state, name, None)
+        got = None if series is None else [f"{x.dtype}{[*x.shape]}" for x in series]
+        if got != wanted:
+            raise ValueError(
+                f"state: {name} is {got}, wanted {wanted}. Give the state that init(params) of an "
+                "optimizer of this kind returned for these parameters"
+            )
+
+
+def _update_dtypes(plan: MemoryPlan, gradients: Any, *, with_weights: bool) -> packed.Dtypes:
+    """The dtypes of optax's updates: what gradient and parameter are promoted to.
+
+    Where neither weights nor moments, which optax keeps in the parameter's dtype, have a part in
+    the update, it has the gradient's.
+    """
+
+    def dtype(i: int) -> np.dtype:
+        given = np.dtype(gradients[i].dtype)
+        return np.dtype(jnp.promote_types(plan.leaves[i].dtype, given)) if with_weights else given
+
+    return tuple(tuple(map(dtype, arena.leaves)) for arena in plan.arenas)

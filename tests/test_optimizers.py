@@ -106,58 +106,6 @@ def test_empty_leaves_in_every_second_place_leave_none_out(name, backend):
         assert (np.asarray(leaf) < 1).all()
 
 
-OPTAX = {
-    "sgd": optax.sgd(1e-2),
-    "momentum": optax.sgd(1e-2, momentum=0.9),
-    "nesterov": optax.sgd(1e-2, momentum=0.9, nesterov=True),
-    "sgd_l2": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-2)),
-    "momentum_l2": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-2, 0.8)),
-    "nesterov_l2": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-2, 0.8, nesterov=True)),
-    "adam": optax.chain(
-        optax.add_decayed_weights(0.1), optax.adam(1e-2, b1=0.8, b2=0.95, eps=1e-6, eps_root=1e-8)
-    ),
-    "adamw": optax.adamw(1e-2, b1=0.85, b2=0.99, eps=1e-7, weight_decay=0.1),
-}
-
-
-def model(rng):
-    return {
-        "dense": {
-            "kernel": jnp.asarray(rng.normal(size=(7, 9)), jnp.float32),
-            "bias": jnp.asarray(rng.normal(size=9), jnp.float32),
-        },
-        "scale": jnp.asarray(rng.normal(size=9), jnp.float32),
-    }
-
-
-@pytest.mark.parametrize("name", OPTAX)
-def test_mask_true_is_optax_over_fifty_steps(name, backend):
-    rng = np.random.default_rng(1)
-    params, tx = model(rng), OPTAX[name]
-    decay = 0.0 if name in ("sgd", "momentum", "nesterov") else 0.1
-    state = jr.TrainState.create(params, make(name, weight_decay=decay, mask=True, backend=backend))
-    target = random_like(params, rng)
-
-    def distance(p):
-        return sum(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.sum(jnp.sin(x - y)), p, target)))
-
-    grads_of = jax.grad(distance)
-
-    @jax.jit
-    def ours(state):
-        return state.apply_gradients(grads_of(state.compute_params))
-
-    @jax.jit
-    def theirs(params, opt_state):
-        updates, opt_state = tx.update(grads_of(params), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    opt_state = tx.init(params)
-    for _ in range(50):
-        state, (params, opt_state) = ours(state), theirs(params, opt_state)
-    assert_leaves_close(jax.tree.leaves(state.params), jax.tree.leaves(params), 2e-5, 2e-6)
-
-
 @pytest.mark.parametrize(
     ("mask", "decayed"),
     [
@@ -207,24 +155,6 @@ def test_one_log_message_says_that_trust_ratios_leave_biases_alone(caplog):
         jr.lars(0.1, weight_decay=0.1)
     assert len(caplog.records) == 2
     assert 'weight_decay_mask="weights"' in caplog.text
-
-
-# LARS's masks are None where optax's are True.
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lars", "lamb", "lion"])
-def test_signature_starts_with_that_of_optax(name):
-    ours = inspect.signature(getattr(jr, name)).parameters
-    ours = {
-        key: p.replace(default=True) if name == "lars" and key.endswith("_mask") else p
-        for key, p in ours.items()
-    }
-    for mine, theirs in zip(
-        ours.values(), inspect.signature(getattr(optax, name)).parameters.values(), strict=False
-    ):
-        if theirs.kind is inspect.Parameter.KEYWORD_ONLY:
-            mine = ours[theirs.name]
-        assert (mine.name, mine.default, mine.kind) == (theirs.name, theirs.default, theirs.kind)
-    rest = list(ours.values())[len(inspect.signature(getattr(optax, name)).parameters) :]
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in rest)
 
 
 def one_step(optimizer, w=1.0, g=1.0, step=0):
@@ -293,17 +223,6 @@ def test_hyperparameters_of_a_bfloat16_model_are_not_rounded(backend):
     row = np.asarray(state.floats)[scalars.HEADER :]
     assert row[scalars.ONE_MINUS_B2] == np.float32(1 - 0.99999)
     assert row[scalars.LEARNING_RATE] == np.float32(3e-4)
-
-
-def test_inject_hyperparams_in_bfloat16_is_an_error_with_advice():
-    params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
-    with pytest.raises(
-        ValueError, match=r"b1: a bfloat16 was rounded.*hyperparam_dtype=jnp.float32"
-    ):
-        optax.inject_hyperparams(jr.adamw)(1e-3).init(params)
-    tx = optax.inject_hyperparams(jr.adamw, hyperparam_dtype=jnp.float32)(1e-3)
-    updates, _ = tx.update(params, tx.init(params), params)
-    assert updates["w"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -433,76 +352,3 @@ def test_backend_comes_from_the_argument_then_the_environment_when_the_optimizer
     assert jr.adamw(1e-3, backend="cpu").spec.backend == "cpu"
     with pytest.raises(ValueError, match="JAXRENAISSANCE_BACKEND: got 'tpu'"):
         jr.adamw(1e-3)
-
-
-# optax's contract.
-
-
-@pytest.mark.parametrize("name", OPTAX)
-def test_update_of_the_optax_contract_is_optax_with_mask_true(name, backend):
-    rng = np.random.default_rng(2)
-    params, theirs = model(rng), OPTAX[name]
-    decay = 0.0 if name in ("sgd", "momentum", "nesterov") else 0.1
-    ours = make(name, weight_decay=decay, mask=True, backend=backend)
-    state, optax_state = jax.jit(ours.init)(params), theirs.init(params)
-    update = jax.jit(ours.update)
-    for _ in range(5):
-        grads = random_like(params, rng)
-        updates, state = update(grads, state, params)
-        wanted, optax_state = theirs.update(grads, optax_state, params)
-        assert_leaves_close(jax.tree.leaves(updates), jax.tree.leaves(wanted), 1e-5, 2e-7)
-    assert update._cache_size() == 1
-    assert int(state.count) == 5
-
-
-def test_optax_contract_works_in_a_chain_under_masked_and_without_params(backend):
-    params = {"a": jnp.ones(3), "b": jnp.ones((2, 2), jnp.bfloat16)}
-    inner = jr.adam(0.1, backend=backend)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.masked(inner, {"a": True, "b": False}))
-    updates, _ = tx.update(params, tx.init(params))
-    np.testing.assert_allclose(updates["a"], -0.1, rtol=1e-5)
-    assert updates["b"].dtype == jnp.bfloat16
-    assert (updates["b"] > 0).all()
-
-
-def test_optax_contract_needs_params_for_decay():
-    tx = jr.adamw(0.1, mask=True)
-    params = {"w": jnp.ones(3)}
-    with pytest.raises(ValueError, match="params: weight decay needs them"):
-        tx.update(params, tx.init(params))
-
-
-@pytest.mark.parametrize("factory", [jr.lars, jr.lamb])
-def test_optax_contract_needs_params_for_trust_ratios(factory):
-    tx = factory(0.1, trust_ratio_mask=True)
-    params = {"w": jnp.ones(3)}
-    with pytest.raises(ValueError, match="params: trust ratios need them"):
-        tx.update(params, tx.init(params))
-
-
-def test_optax_contract_skips_a_step_with_zero_updates(backend):
-    tx = jr.adamw(0.1, weight_decay=0.1, mask=True, backend=backend)
-    params = {"w": jnp.ones(3), "x": jnp.ones((2, 2))}
-    _, before = tx.update(params, tx.init(params), params)
-    updates, after = tx.update({**params, "w": jnp.asarray([1, np.nan, 1])}, before, params)
-    jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
-
-
-def test_optax_contract_follows_schedules_and_takes_traced_numbers():
-    params = {"w": jnp.zeros(1)}
-    tx = jr.sgd(lambda count: 0.5**count, backend="xla")
-    state, seen = tx.init(params), []
-    for _ in range(3):
-        updates, state = tx.update({"w": jnp.ones(1)}, state, params)
-        seen.append(-float(updates["w"][0]))
-    assert seen == [1.0, 0.5, 0.25]
-    injected = optax.inject_hyperparams(jr.sgd)(learning_rate=0.25)
-    updates, _ = injected.update({"w": jnp.ones(1)}, injected.init(params), params)
-    assert float(updates["w"][0]) == -0.25
-
-
-def test_init_takes_shapes():
-    shapes = {"w": jax.ShapeDtypeStruct((3, 5), jnp.float32)}
-    state = jax.eval_shape(jr.adamw(1e-3).init, shapes)
-    assert [x.shape for x in jax.tree.leaves(state)] == [(), (32,), (32,)]

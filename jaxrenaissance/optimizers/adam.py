@@ -21,7 +21,7 @@ def adam(
     mu_dtype: Any = None,
     *,
     nesterov: bool = False,
-    weight_decay: Value = 0.0,
+    weight_decay: Value | None = None,
     mask: Any = None,
     skip_nonfinite: bool = True,
     backend: str | None = None,
@@ -65,7 +65,7 @@ def adam(
         eps_root: ε̄ ≥ 0, inside the root.
         mu_dtype: as in optax; moments are float32 at least, so None or float32.
         nesterov: not supported.
-        weight_decay: wd ≥ 0.
+        weight_decay: wd ≥ 0; None: 0, and `optax.inject_hyperparams` does not see it.
         mask: which leaves are decayed. None or "weights": those in weight regions (None says so
             once through the logger). True, False, a tree of bools or a function from the parameters
             to one: as in optax.
@@ -106,7 +106,7 @@ def adam(
         "b2": b2,
         "eps": eps,
         "eps_root": eps_root,
-        "weight_decay": weight_decay,
+        "weight_decay": 0.0 if weight_decay is None else weight_decay,
     }
     options = Options(
         mask=mask,

@@ -18,7 +18,7 @@ def sgd(
     nesterov: bool = False,
     accumulator_dtype: Any = None,
     *,
-    weight_decay: Value = 0.0,
+    weight_decay: Value | None = None,
     decoupled: bool = True,
     mask: Any = None,
     skip_nonfinite: bool = True,
@@ -63,7 +63,7 @@ def sgd(
         momentum: β in [0, 1]; None: no momentum, and no array for it.
         nesterov: Nesterov's form of the momentum.
         accumulator_dtype: as in optax; the momentum is float32 at least, so None or float32.
-        weight_decay: wd ≥ 0.
+        weight_decay: wd ≥ 0; None: 0, and `optax.inject_hyperparams` does not see it.
         decoupled: whether the decay shrinks the weights; False: it adds to the gradient (L2).
         mask: which leaves are decayed. None or "weights": those in weight regions (None says so
             once through the logger). True, False, a tree of bools or a function from the parameters
@@ -103,7 +103,11 @@ def sgd(
         raise TypeError(f"nesterov: expected a bool, got {nesterov!r}")
     if nesterov and momentum is None:
         raise ValueError("nesterov: needs a momentum, for example momentum=0.9")
-    values = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
+    values = {
+        "learning_rate": learning_rate,
+        "momentum": momentum,
+        "weight_decay": 0.0 if weight_decay is None else weight_decay,
+    }
     if momentum is None:
         del values["momentum"]
     kind = "sgd" if momentum is None else "nesterov" if nesterov else "momentum"

@@ -1,0 +1,414 @@
+"""What a checkpoint of a state holds: leaves by path, whatever the plan.
+
+A state's own buffers depend on where the plan puts each leaf. Here every leaf stands by itself, in
+nested dicts, so that it can be read without this package and restored under another plan.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from . import checkpoint_numbers, packed
+from .extra import copy
+from .ops.checks import leaf_dtypes
+from .packed import Packed
+from .paths import path_string
+from .plan import MemoryPlan
+from .spec import Spec
+from .static import Static
+from .step import Arenas, Buffers
+
+FORMAT = 1
+"""The version of the format. A reader refuses any other."""
+
+_FAMILIES = {
+    "momentum": "momentum",
+    "nesterov": "momentum",
+    "adam": "adam",
+    "adamw": "adam",
+    "lamb": "adam",
+    "lion": "lion",
+    "lars": "lars",
+    "lars_nesterov": "lars",
+}
+_MOMENTS = ("mu", "nu")
+_HEAD = ("format", "optimizer")
+_DEBIASED = "ema_debias"
+
+
+class Contents(NamedTuple):
+    """What a state consists of, concrete or abstract."""
+
+    static: Static
+    buffers: Buffers
+    frozen: tuple[Any, ...]
+    extra: Any
+    ema_extra: Any
+
+
+def moments_of(spec: Spec) -> str | None:
+    """What the moments are: those of one name can be handed on. None: there are none."""
+    family = _FAMILIES.get(spec.kind)
+    # There the learning rate is part of every leaf's momentum.
+    return "lars in optax's form" if spec.trust == "lars_optax" else family
+
+
+def to_leaves(contents: Contents, *, host: bool) -> dict[str, Any]:
+    """See `TrainState.to_leaves`."""
+    static, *arrays = contents
+    if not host:
+        return _to_leaves(static, *arrays)
+    return _leaves(static, *jax.device_get(_without_keys(tuple(arrays))))
+
+
+@jax.jit(static_argnums=0, inline=True)
+def _to_leaves(static: Static, *arrays: Any) -> dict[str, Any]:
+    buffers, *others = _without_keys(arrays)
+    # Copied, since the state's own buffers are donated some day.
+    return _leaves(static, buffers, *copy(others))
+
+
+def _leaves(
+    static: Static, buffers: Buffers, frozen: tuple[Any, ...], extra: Any, ema_extra: Any
+) -> dict[str, Any]:
+    """The leaves: traced, or NumPy's where the buffers are."""
+    spec, plan = static.spec, static.plan
+    on_host = isinstance(buffers.ints, np.ndarray)
+    np_or_jnp: Any = np if on_host else jnp
+    unpack = _slices if on_host else functools.partial(packed.unpack, backend=spec.backend)
+    wide = packed.arena_dtypes(plan)
+
+    def by_path(arenas: Arenas) -> Any:
+        return _tree([leaf.path for leaf in plan.leaves], unpack(plan, arenas, wide))
+
+    def one() -> Any:
+        return np_or_jnp.asarray(1, np.int32)
+
+    leaves: dict[str, Any] = {
+        "format": np_or_jnp.asarray(FORMAT, np.int32),
+        "optimizer": {name: one() for name in _label(spec)},
+        "params": packed.merge(
+            plan, unpack(plan, buffers.weights, packed.given_dtypes(plan)), frozen
+        ),
+    }
+    narrow = [leaf.dtype != plan.arenas[leaf.arena].dtype for leaf in plan.leaves]
+    if any(narrow):
+        kept = zip(plan.leaves, unpack(plan, buffers.weights, wide), narrow, strict=True)
+        pairs = [(leaf.path, x) for leaf, x, is_narrow in kept if is_narrow]
+        leaves["master"] = _tree(*zip(*pairs, strict=True))
+    for name, arenas in _series(spec, buffers).items():
+        leaves[name] = by_path(arenas)
+    leaves |= checkpoint_numbers.read(spec, plan, buffers.floats, buffers.ints)
+    for name, tree in (("extra", extra), ("ema_extra", ema_extra)):
+        if tree is not None:
+            leaves[name] = _unpacked(tree, on_host=on_host)
+    _by_path(leaves, "to_leaves")  # raises where two leaves have one path
+    return leaves
+
+
+def from_leaves(leaves: Any, like: Contents) -> Contents:
+    """See `TrainState.from_leaves`."""
+    static = like.static
+    spec, plan, backend = static.spec, static.plan, static.spec.backend
+    packed.refuse_sharded(leaves, "leaves")
+    found = _by_path(dict(leaves) if isinstance(leaves, Mapping) else leaves, "leaves")
+    numbers = _numbers(found)
+    _check_version(numbers)
+    _check_optimizer(spec, found)
+    reader = _Reader(found)
+
+    frozen = iter(like.frozen)
+    params: list[Any] = []
+    others: list[Any] = []
+    for path, leaf in zip(packed.all_paths(plan), _slots(plan), strict=True):
+        if leaf is None:
+            others.append(reader.like("params", path, next(frozen)))
+        else:
+            dtypes = leaf_dtypes(plan.arenas[leaf.arena])
+            params.append(reader.read("params", path, leaf.shape, dtypes, leaf.dtype))
+    wide = [plan.arenas[leaf.arena].dtype for leaf in plan.leaves]
+    masters = [
+        reader.read("master", leaf.path, leaf.shape, (dtype,), dtype)
+        if given is not None and (given.dtype != dtype or reader.has("master", leaf.path))
+        else None
+        for leaf, given, dtype in zip(plan.leaves, params, wide, strict=True)
+    ]
+    series = {
+        name: [
+            reader.read(name, leaf.path, leaf.shape, (dtype,), dtype)
+            for leaf, dtype in zip(plan.leaves, wide, strict=True)
+        ]
+        for name in _series(spec, like.buffers)
+    }
+    extra = _read_extra(reader, "extra", like.extra)
+    ema_extra = _read_extra(reader, "ema_extra", like.ema_extra)
+
+    of_state = {path: x for path, x in numbers.items() if _section(path) not in _HEAD}
+    known = None
+    if isinstance(like.buffers.ints, jax.Array | np.ndarray):
+        known = jax.device_get((like.buffers.floats, like.buffers.ints))
+    floats, ints, faults = checkpoint_numbers.restore(spec, plan, of_state, known)
+    faults += reader.faults
+    faults += [
+        f"{path!r} is not in the state"
+        for path in found
+        if path not in reader.seen and path not in numbers
+    ]
+    if faults:
+        raise ValueError(f"leaves: they do not match the state: {packed.listed(faults)}")
+
+    arenas = {name: packed.pack(plan, own, backend=backend) for name, own in series.items()}
+    moments = [arenas[name] for name in _MOMENTS if name in arenas]
+    buffers = like.buffers._replace(
+        weights=packed.pack(plan, _unrounded(params, masters), backend=backend),
+        moments=tuple(zip(*moments, strict=True)) or ((),) * len(plan.arenas),
+        ema=arenas.get("ema", ()),
+        accumulator=arenas.get("accumulator", ()),
+        norms=tuple(jnp.zeros(x.shape, x.dtype) for x in like.buffers.norms),
+        ratios=tuple(jnp.ones(x.shape, x.dtype) for x in like.buffers.ratios),
+        floats=jnp.asarray(floats),
+        ints=jnp.asarray(ints),
+    )
+    new = (buffers, *copy((tuple(others), extra, ema_extra)))
+    return Contents(static, *jtu.tree_map(_placed, new, tuple(like[1:])))
+
+
+def _label(spec: Spec) -> list[str]:
+    """The optimizer's name, and what else says how to read its buffers."""
+    name = f"{spec.kind}_optax_form" if spec.trust == "lars_optax" else spec.kind
+    return [name, _DEBIASED] if spec.ema_debias else [name]
+
+
+def _series(spec: Spec, buffers: Buffers) -> dict[str, Arenas]:
+    """What is kept of each weight beside it, by its name in a checkpoint."""
+    moments = [tuple(own[k] for own in buffers.moments) for k in range(spec.config.moments)]
+    found: dict[str, Arenas] = dict(zip(_MOMENTS, moments, strict=False))
+    if spec.ema:
+        found["ema"] = buffers.ema
+    if spec.accumulate:
+        found["accumulator"] = buffers.accumulator
+    return found
+
+
+def _slices(plan: MemoryPlan, arenas: Sequence[Any], dtypes: packed.Dtypes) -> list[Any]:
+    """`packed.unpack` on the host: copies, in the tree's order."""
+    leaves: list[Any] = [None] * len(plan.leaves)
+    for layout, arena, own in zip(plan.arenas, arenas, dtypes, strict=True):
+        flat = [
+            np.empty(plan.leaves[i].size, dtype)
+            for i, dtype in zip(layout.leaves, own, strict=True)
+        ]
+        with np.errstate(over="ignore"):  # Too large for float16 is infinity there, too.
+            for start, size, leaf, offset, _ in layout.segments.tolist():
+                flat[leaf][offset : offset + size] = arena[start : start + size]
+        for i, x in zip(layout.leaves, flat, strict=True):
+            leaves[i] = x.reshape(plan.leaves[i].shape)
+    return leaves
+
+
+def _unpacked(tree: Any, *, on_host: bool) -> Any:
+    """The tree with each `Packed` as the tree it holds, in which nothing is rounded."""
+
+    def open_(x: Any) -> Any:
+        if not isinstance(x, Packed):
+            return x
+        dtypes = packed.arena_dtypes(x.plan)
+        if on_host:
+            leaves = _slices(x.plan, x.arenas, dtypes)
+        else:
+            leaves = packed.unpack(x.plan, x.arenas, dtypes, backend=x.backend)
+        return x.plan.treedef.unflatten(leaves)
+
+    return jtu.tree_map(open_, tree, is_leaf=_is_packed)
+
+
+def _read_extra(reader: "_Reader", section: str, like: Any) -> Any:
+    def read(key_path: jtu.KeyPath, x: Any) -> Any:
+        path = path_string(key_path)
+        if not isinstance(x, Packed):
+            return reader.like(section, path, x)
+        leaves = []
+        for leaf in x.plan.leaves:
+            layout = x.plan.arenas[leaf.arena]
+            own = _join(path, leaf.path)
+            leaves.append(reader.read(section, own, leaf.shape, leaf_dtypes(layout), layout.dtype))
+        complete = all(leaf is not None for leaf in leaves)
+        return x.replace(x.plan.treedef.unflatten(leaves)) if complete else None
+
+    return jtu.tree_map_with_path(read, like, is_leaf=_is_packed)
+
+
+class _Reader:
+    """Takes arrays out of a checkpoint, and notes what is wrong with them."""
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        self.found = found
+        self.seen: set[str] = set()
+        self.faults: list[str] = []
+
+    def has(self, section: str, path: str) -> bool:
+        return _join(section, path) in self.found
+
+    def read(
+        self,
+        section: str,
+        path: str,
+        shape: tuple[int, ...],
+        dtypes: Sequence[np.dtype],
+        without_name: np.dtype,
+    ) -> Any:
+        """The array, or None and a fault. What npz files give back as bare bytes is `without_name`.
+
+        Args:
+            section, path: where it stands.
+            shape, dtypes: what is wanted.
+            without_name: of what NumPy's files have no name for, such as bfloat16.
+        """
+        path = _join(section, path)
+        self.seen.add(path)
+        x = self.found.get(path)
+        if x is None:
+            self.faults.append(f"{path!r} is missing")
+            return None
+        if getattr(x, "dtype", None) == np.dtype(f"V{without_name.itemsize}"):
+            x = x.view(without_name)
+        got, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+        if got != shape:
+            self.faults.append(f"{path!r} has shape {got}, wanted {shape}")
+        elif dtype not in dtypes:
+            names = " or ".join(d.name for d in dtypes)
+            self.faults.append(f"{path!r} has dtype {dtype}, wanted {names}")
+        else:
+            return x
+        return None
+
+    def like(self, section: str, path: str, old: Any) -> Any:
+        """An array of the shape and dtype of another; a key from its data."""
+        if not _is_key(old):
+            dtype = np.dtype(old.dtype)
+            return self.read(section, path, old.shape, (dtype,), dtype)
+        kinds = []
+
+        def data_of(key: jax.Array) -> jax.Array:
+            kinds.append(jax.random.key_impl(key))
+            return jax.random.key_data(key)
+
+        data = jax.eval_shape(data_of, old)
+        x = self.read(section, path, data.shape, (data.dtype,), data.dtype)
+        return None if x is None else jax.random.wrap_key_data(jnp.asarray(x), impl=kinds[0])
+
+
+@jax.jit(inline=True)
+def _unrounded(params: list[Any], masters: list[Any]) -> list[Any]:
+    """The weights in full precision, but for elements that were changed in `params` since."""
+    return [
+        given
+        if master is None
+        else jnp.where(given == master.astype(given.dtype), master, given.astype(master.dtype))
+        for given, master in zip(params, masters, strict=True)
+    ]
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, Any]:
+    """All that is a number and not a leaf, by path, on the host."""
+    sections = (*_HEAD, *checkpoint_numbers.SECTIONS)
+    numbers = {path: x for path, x in found.items() if _section(path) in sections}
+    for path, x in numbers.items():
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError("from_leaves: the leaves are traced. Call it outside of jit")
+        if np.shape(x) != () or isinstance(x, jax.ShapeDtypeStruct):
+            raise ValueError(f"leaves: {path!r} is {x!r:.100}, wanted a number")
+    return jax.device_get(numbers)
+
+
+def _check_version(numbers: Mapping[str, Any]) -> None:
+    version = numbers.get("format")
+    if version is None:
+        raise ValueError(
+            "leaves: 'format' is missing, so they are not what state.to_leaves() gives; parameters "
+            "alone go to TrainState.create"
+        )
+    if version != FORMAT:
+        raise ValueError(
+            f"leaves: 'format' is {version}, and this version of jaxrenaissance reads {FORMAT}"
+        )
+
+
+def _check_optimizer(spec: Spec, found: Mapping[str, Any]) -> None:
+    """Raises where moments or averages of the checkpoint mean something else."""
+    labels = {path.partition("/")[2] for path in found if _section(path) == "optimizer"}
+    debiased = _DEBIASED in labels
+    kind = ", ".join(labels - {_DEBIASED})
+    lars_form = kind.endswith("_optax_form")
+    got = "lars in optax's form" if lars_form else _FAMILIES.get(kind)
+    wanted = moments_of(spec)
+    moments = [path for path in found if _section(path) in _MOMENTS]
+    if got is not None and wanted is not None and got != wanted:
+        raise ValueError(
+            f"leaves: the moments are those of {kind}, and {_label(spec)[0]} has others of the "
+            f"same names: {packed.listed([*map(repr, moments)])}. Start them anew: "
+            "TrainState.create(leaves['params'], optimizer)"
+        )
+    if spec.ema and debiased != spec.ema_debias and any(_section(p) == "ema" for p in found):
+        raise ValueError(
+            f"leaves: the average is {'' if debiased else 'not '}debiased, and that of `like` "
+            f"{'not' if debiased else 'is'}: make its optimizer with ema_debias={debiased}"
+        )
+
+
+def _placed(new: Any, old: Any) -> Any:
+    """The new array where the old one is, or is to be."""
+    sharding = getattr(old, "sharding", None)
+    if isinstance(old, jax.Array) and not old.committed:
+        sharding = None
+    return new if sharding is None else jax.device_put(new, sharding)
+
+
+def _by_path(tree: Any, method: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key_path, leaf in jtu.tree_leaves_with_path(tree):
+        path = path_string(key_path)
+        if path in found:
+            raise ValueError(f"{method}: two leaves have the path {path!r}")
+        found[path] = leaf
+    return found
+
+
+def _tree(paths: Sequence[str], leaves: Sequence[Any]) -> Any:
+    """The leaves by path; of a tree that is a single leaf, this leaf."""
+    if tuple(paths) == ("",):
+        return leaves[0]
+    return dict(zip(paths, leaves, strict=True))
+
+
+def _slots(plan: MemoryPlan) -> list[Any]:
+    """For each leaf of the whole tree the trained `Leaf`, or None."""
+    leaves = iter(plan.leaves)
+    return [next(leaves) if trained else None for trained in plan.trained]
+
+
+def _without_keys(tree: Any) -> Any:
+    """The tree with the data of PRNG keys in place of them."""
+    return jtu.tree_map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_packed(x: Any) -> bool:
+    return isinstance(x, Packed)
+
+
+def _section(path: str) -> str:
+    return path.partition("/")[0]
+
+
+def _join(first: str, rest: str) -> str:
+    return f"{first}/{rest}" if first and rest else first or rest
