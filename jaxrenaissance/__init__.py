@@ -8,6 +8,8 @@ from .lerp import lerp as lerp
 from .loss_scale import DynamicLossScale as DynamicLossScale
 from .loss_scale import StaticLossScale as StaticLossScale
 from .native import BackendUnavailable as BackendUnavailable
+from .optax_in import from_optax as from_optax
+from .optax_out import to_optax as to_optax
 from .optimizers import adam as adam
 from .optimizers import adamw as adamw
 from .optimizers import lamb as lamb

@@ -15,6 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from . import checkpoint_numbers, packed
+from .checkpoint_reader import Reader, by_path, join, without_keys
 from .extra import copy
 from .ops.checks import leaf_dtypes
 from .packed import Packed
@@ -64,12 +65,12 @@ def to_leaves(contents: Contents, *, host: bool) -> dict[str, Any]:
     static, *arrays = contents
     if not host:
         return _to_leaves(static, *arrays)
-    return _leaves(static, *jax.device_get(_without_keys(tuple(arrays))))
+    return _leaves(static, *jax.device_get(without_keys(tuple(arrays))))
 
 
 @jax.jit(static_argnums=0, inline=True)
 def _to_leaves(static: Static, *arrays: Any) -> dict[str, Any]:
-    buffers, *others = _without_keys(arrays)
+    buffers, *others = without_keys(arrays)
     # Copied, since the state's own buffers are donated some day.
     return _leaves(static, buffers, *copy(others))
 
@@ -84,7 +85,7 @@ def _leaves(
     unpack = _slices if on_host else functools.partial(packed.unpack, backend=spec.backend)
     wide = packed.arena_dtypes(plan)
 
-    def by_path(arenas: Arenas) -> Any:
+    def of_leaves(arenas: Arenas) -> Any:
         return _tree([leaf.path for leaf in plan.leaves], unpack(plan, arenas, wide))
 
     def one() -> Any:
@@ -103,12 +104,12 @@ def _leaves(
         pairs = [(leaf.path, x) for leaf, x, is_narrow in kept if is_narrow]
         leaves["master"] = _tree(*zip(*pairs, strict=True))
     for name, arenas in _series(spec, buffers).items():
-        leaves[name] = by_path(arenas)
+        leaves[name] = of_leaves(arenas)
     leaves |= checkpoint_numbers.read(spec, plan, buffers.floats, buffers.ints)
     for name, tree in (("extra", extra), ("ema_extra", ema_extra)):
         if tree is not None:
             leaves[name] = _unpacked(tree, on_host=on_host)
-    _by_path(leaves, "to_leaves")  # raises where two leaves have one path
+    by_path(leaves, "to_leaves")  # raises where two leaves have one path
     return leaves
 
 
@@ -117,11 +118,11 @@ def from_leaves(leaves: Any, like: Contents) -> Contents:
     static = like.static
     spec, plan, backend = static.spec, static.plan, static.spec.backend
     packed.refuse_sharded(leaves, "leaves")
-    found = _by_path(dict(leaves) if isinstance(leaves, Mapping) else leaves, "leaves")
+    found = by_path(dict(leaves) if isinstance(leaves, Mapping) else leaves, "leaves")
     numbers = _numbers(found)
     _check_version(numbers)
     _check_optimizer(spec, found)
-    reader = _Reader(found)
+    reader = Reader(found)
 
     frozen = iter(like.frozen)
     params: list[Any] = []
@@ -149,20 +150,16 @@ def from_leaves(leaves: Any, like: Contents) -> Contents:
     extra = _read_extra(reader, "extra", like.extra)
     ema_extra = _read_extra(reader, "ema_extra", like.ema_extra)
 
+    unknown = [path for path in found if path not in reader.seen and path not in numbers]
+    faults = reader.faults + [f"{path!r} is not in the state" for path in unknown]
+    if faults:
+        raise ValueError(f"leaves: they do not match the state: {packed.listed(faults)}")
+
     of_state = {path: x for path, x in numbers.items() if _section(path) not in _HEAD}
     known = None
     if isinstance(like.buffers.ints, jax.Array | np.ndarray):
         known = jax.device_get((like.buffers.floats, like.buffers.ints))
-    floats, ints, faults = checkpoint_numbers.restore(spec, plan, of_state, known)
-    faults += reader.faults
-    faults += [
-        f"{path!r} is not in the state"
-        for path in found
-        if path not in reader.seen and path not in numbers
-    ]
-    if faults:
-        raise ValueError(f"leaves: they do not match the state: {packed.listed(faults)}")
-
+    floats, ints = checkpoint_numbers.restore(spec, plan, of_state, known)
     arenas = {name: packed.pack(plan, own, backend=backend) for name, own in series.items()}
     moments = [arenas[name] for name in _MOMENTS if name in arenas]
     buffers = like.buffers._replace(
@@ -228,7 +225,7 @@ def _unpacked(tree: Any, *, on_host: bool) -> Any:
     return jtu.tree_map(open_, tree, is_leaf=_is_packed)
 
 
-def _read_extra(reader: "_Reader", section: str, like: Any) -> Any:
+def _read_extra(reader: Reader, section: str, like: Any) -> Any:
     def read(key_path: jtu.KeyPath, x: Any) -> Any:
         path = path_string(key_path)
         if not isinstance(x, Packed):
@@ -236,72 +233,12 @@ def _read_extra(reader: "_Reader", section: str, like: Any) -> Any:
         leaves = []
         for leaf in x.plan.leaves:
             layout = x.plan.arenas[leaf.arena]
-            own = _join(path, leaf.path)
+            own = join(path, leaf.path)
             leaves.append(reader.read(section, own, leaf.shape, leaf_dtypes(layout), layout.dtype))
         complete = all(leaf is not None for leaf in leaves)
         return x.replace(x.plan.treedef.unflatten(leaves)) if complete else None
 
     return jtu.tree_map_with_path(read, like, is_leaf=_is_packed)
-
-
-class _Reader:
-    """Takes arrays out of a checkpoint, and notes what is wrong with them."""
-
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        self.found = found
-        self.seen: set[str] = set()
-        self.faults: list[str] = []
-
-    def has(self, section: str, path: str) -> bool:
-        return _join(section, path) in self.found
-
-    def read(
-        self,
-        section: str,
-        path: str,
-        shape: tuple[int, ...],
-        dtypes: Sequence[np.dtype],
-        without_name: np.dtype,
-    ) -> Any:
-        """The array, or None and a fault. What npz files give back as bare bytes is `without_name`.
-
-        Args:
-            section, path: where it stands.
-            shape, dtypes: what is wanted.
-            without_name: of what NumPy's files have no name for, such as bfloat16.
-        """
-        path = _join(section, path)
-        self.seen.add(path)
-        x = self.found.get(path)
-        if x is None:
-            self.faults.append(f"{path!r} is missing")
-            return None
-        if getattr(x, "dtype", None) == np.dtype(f"V{without_name.itemsize}"):
-            x = x.view(without_name)
-        got, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-        if got != shape:
-            self.faults.append(f"{path!r} has shape {got}, wanted {shape}")
-        elif dtype not in dtypes:
-            names = " or ".join(d.name for d in dtypes)
-            self.faults.append(f"{path!r} has dtype {dtype}, wanted {names}")
-        else:
-            return x
-        return None
-
-    def like(self, section: str, path: str, old: Any) -> Any:
-        """An array of the shape and dtype of another; a key from its data."""
-        if not _is_key(old):
-            dtype = np.dtype(old.dtype)
-            return self.read(section, path, old.shape, (dtype,), dtype)
-        kinds = []
-
-        def data_of(key: jax.Array) -> jax.Array:
-            kinds.append(jax.random.key_impl(key))
-            return jax.random.key_data(key)
-
-        data = jax.eval_shape(data_of, old)
-        x = self.read(section, path, data.shape, (data.dtype,), data.dtype)
-        return None if x is None else jax.random.wrap_key_data(jnp.asarray(x), impl=kinds[0])
 
 
 @jax.jit(inline=True)
@@ -370,16 +307,6 @@ def _placed(new: Any, old: Any) -> Any:
     return new if sharding is None else jax.device_put(new, sharding)
 
 
-def _by_path(tree: Any, method: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key_path, leaf in jtu.tree_leaves_with_path(tree):
-        path = path_string(key_path)
-        if path in found:
-            raise ValueError(f"{method}: two leaves have the path {path!r}")
-        found[path] = leaf
-    return found
-
-
 def _tree(paths: Sequence[str], leaves: Sequence[Any]) -> Any:
     """The leaves by path; of a tree that is a single leaf, this leaf."""
     if tuple(paths) == ("",):
@@ -393,22 +320,9 @@ def _slots(plan: MemoryPlan) -> list[Any]:
     return [next(leaves) if trained else None for trained in plan.trained]
 
 
-def _without_keys(tree: Any) -> Any:
-    """The tree with the data of PRNG keys in place of them."""
-    return jtu.tree_map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _is_packed(x: Any) -> bool:
     return isinstance(x, Packed)
 
 
 def _section(path: str) -> str:
     return path.partition("/")[0]
-
-
-def _join(first: str, rest: str) -> str:
-    return f"{first}/{rest}" if first and rest else first or rest

@@ -123,16 +123,16 @@ def restore(
     plan: MemoryPlan,
     values: Mapping[str, Any],
     like: tuple[np.ndarray, np.ndarray] | None,
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """The scalars of a state from a checkpoint's numbers, and what is wrong.
+) -> tuple[np.ndarray, np.ndarray]:
+    """The scalars of a state, floats and ints, from a checkpoint's numbers.
 
     Args:
         spec, plan: of the state.
         values: by the path of the number in the checkpoint.
         like: the floats and ints to take those from that the checkpoint has not, or None.
 
-    Returns:
-        floats, ints, and a list of faults.
+    Raises:
+        ValueError: if one is missing; names the paths.
     """
     known = {"/".join(keys): (keys, entry) for keys, entry in entries(spec).items()}
     faults: list[str] = []
@@ -146,11 +146,14 @@ def restore(
             continue
         if value is None:
             faults.append(f"{path!r} is missing")
-        elif path not in values:
+            continue
+        if path not in values:
             absent.append(path)
         elif entry.chosen and own is not None and np.float32(own) != np.float32(value):
             differing.append(f"{path} is {float(value):g}, not {own:g}")
-        taken[path] = 0.0 if value is None else float(value)
+        taken[path] = float(value)
+    if faults:
+        raise ValueError(f"leaves: {packed.listed(faults)}")
     _tell(differing, absent, [path for path in values if path not in known])
 
     groups: list[dict[str, float]] = [{} for _ in range(1 + len(spec.groups))]
@@ -168,7 +171,7 @@ def restore(
     order = [*packed.arena_order(plan), -1]
     last_bad = ints[scalars.LAST_BAD_LEAF]
     ints[scalars.LAST_BAD_LEAF] = order.index(last_bad) if 0 <= last_bad < len(order) - 1 else -1
-    return floats, ints, faults
+    return floats, ints
 
 
 def _tell(differing: list[str], absent: list[str], unused: list[str]) -> None:

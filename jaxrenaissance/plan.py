@@ -485,9 +485,10 @@ def arena_dtype(leaf: Any) -> np.dtype | None:
 
 def _cannot_hold(path: str, leaf: Any, *, selected: bool) -> str:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        what = f"has dtype {leaf.dtype.name}"
+        what, model = f"has dtype {leaf.dtype.name}", ""
     else:
         what = f"is a {type(leaf).__name__}, not an array"
+        model = "; for a model of Equinox take eqx.filter(model, eqx.is_inexact_array)"
     advice = (
         "exclude it from trainable="
         if selected
@@ -495,7 +496,7 @@ def _cannot_hold(path: str, leaf: Any, *, selected: bool) -> str:
     )
     return (
         f"the leaf {path!r} {what}, which cannot be trained: an arena holds float32, bfloat16, "
-        f"float16 and float64. Convert it, or {advice}"
+        f"float16 and float64. Convert it, or {advice}{model}"
     )
 
 

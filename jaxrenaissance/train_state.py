@@ -849,5 +849,6 @@ def _check_frozen(plan: MemoryPlan, params: Any, argument: str) -> None:
         if not trained and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise ValueError(
                 f"{argument}: the leaf {path_string(key_path)!r} is a {type(leaf).__name__}, and a "
-                "state holds arrays. Take it out of the tree (equinox.partition)"
+                "state holds arrays. Take it out of the tree; for a model of Equinox with "
+                "eqx.filter(model, eqx.is_array)"
             )

@@ -1,0 +1,198 @@
+"""A run that moves from a `TrainState` to optax in mid-training."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+
+from . import packed, scalars, transform
+from .optax_states import (
+    ALL_STATES,
+    INJECTED,
+    Moments,
+    leaves_by_path,
+    mapped,
+    moments_in_optax,
+    refuse_lars,
+    settable,
+)
+from .packed import listed
+from .paths import path_string
+from .plan import NO_TRUST
+from .step import Arenas
+from .train_state import TrainState, refuse_members
+from .transform import Selection, State
+
+
+def to_optax(state: TrainState, tx: Any) -> tuple[Any, Any]:
+    """Parameters and an optimizer's state, for a loop with optax to go on with.
+
+    >>> import jax.numpy as jnp, optax
+    >>> import jaxrenaissance as jr
+    >>> state = jr.TrainState.create({"w": jnp.ones(2)}, jr.adam(0.1))
+    >>> state = state.apply_gradients({"w": jnp.ones(2)})
+    >>> params, opt_state = jr.to_optax(state, optax.adam(0.1))
+    >>> int(optax.tree.get(opt_state, "count"))
+    1
+
+    Args:
+        state: concrete, with one member.
+        tx: optax's for the same thing, or one of this package's. `tx.init(state.params)` is what
+            is filled: moments, counts, skipped steps, the mean of a running cycle in
+            `MultiSteps`, and injected hyperparameters.
+
+    Returns:
+        (params, opt_state): the parameters in full precision, in the dtypes that were given.
+
+    Raises:
+        ValueError: if tx keeps no moments of a trained leaf, twice of one, or of another kind or
+            shape (names the paths); for `jr.lars` in its default form; for a running cycle
+            where tx has no `MultiSteps`.
+    """
+    refuse_members(state.ints, "to_optax", "params")
+    params = state.params
+    filler = _Filler(state)
+    opt_state = mapped(tx.init(params), filler.fill)
+    filler.check()
+    return params, opt_state
+
+
+class _Filler:
+    """Writes what a `TrainState` holds into a new state of optax's."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.state = state
+        self.ints = np.asarray(state.ints)
+        self.kind = moments_in_optax(state.spec)
+        series = [tuple(own[k] for own in state.moments) for k in range(state.spec.config.moments)]
+        self.series = [self._by_path(arenas) for arenas in series]
+        self.covered: list[str] = []
+        self.has_multi = False
+
+    def fill(self, node: Any) -> Any:
+        if isinstance(node, State):
+            return self._own(node)
+        if self.kind is not None and isinstance(node, self.kind.state):
+            return self._moments(node, self.kind)
+        if isinstance(node, ALL_STATES):
+            refuse_lars(self.state.spec, "state")
+            paths = [repr(path) for tree in node for path in leaves_by_path(tree) if path]
+            raise ValueError(
+                f"tx: it keeps {type(node).__name__} for {listed(paths)}, and the state is that of "
+                f"{self.state.spec.kind}"
+            )
+        if isinstance(node, INJECTED):
+            return self._injected(node)
+        if isinstance(node, optax.MultiStepsState):
+            return self._multi(node)
+        if isinstance(node, optax.ApplyIfFiniteState):
+            return node._replace(
+                notfinite_count=jnp.asarray(self.ints[scalars.CONSECUTIVE_SKIPS]),
+                last_finite=jnp.asarray(self.ints[scalars.HAS_NAN] == 0),
+                total_notfinite=jnp.asarray(self.ints[scalars.SKIPPED]),
+                inner_state=mapped(node.inner_state, self.fill),
+            )
+        if "count" in node._fields and jnp.shape(node.count) == ():  # of a schedule
+            return node._replace(count=self._count())
+        return NotImplemented
+
+    def check(self) -> None:
+        """Raises if anything found no place."""
+        if self.ints[scalars.MICRO] and not self.has_multi:
+            raise ValueError(
+                f"state: it has added up {self.ints[scalars.MICRO]} micro-batches of a cycle, and "
+                "tx has no optax.MultiSteps to go on with them"
+            )
+        if self.series:
+            missing = [
+                repr(leaf.path) for leaf in self.state.plan.leaves if leaf.path not in self.covered
+            ]
+            if missing:
+                refuse_lars(self.state.spec, "state")
+                raise ValueError(
+                    f"tx: it keeps no moments of {self.state.spec.kind} for {listed(missing)}"
+                )
+
+    def _count(self) -> jax.Array:
+        return jnp.array(self.ints[scalars.STEP])  # one each, since a state may be donated
+
+    def _by_path(self, arenas: Arenas) -> dict[str, Any]:
+        plan = self.state.plan
+        leaves = packed.unpack(
+            plan, arenas, packed.arena_dtypes(plan), backend=self.state.spec.backend
+        )
+        return {leaf.path: x for leaf, x in zip(plan.leaves, leaves, strict=True)}
+
+    def _moments(self, node: Any, kind: Moments) -> Any:
+        new: dict[str, Any] = {}
+        for field, known in zip(kind.fields, self.series, strict=True):
+            new[field] = _filled(getattr(node, field), known, kind.sign)
+        trained = {leaf.path for leaf in self.state.plan.leaves}
+        paths = [path for path in leaves_by_path(getattr(node, kind.fields[0])) if path in trained]
+        twice = [repr(path) for path in paths if path in self.covered]
+        if twice:
+            raise ValueError(f"tx: it keeps two {type(node).__name__} for {listed(twice)}")
+        self.covered += paths
+        if "count" in node._fields:
+            new["count"] = self._count()
+        return node._replace(**new)
+
+    def _own(self, node: State) -> State:
+        self.covered += [leaf.path for leaf in self.state.plan.leaves]
+        plan = transform.build_plan(self.state.params, Selection(None, NO_TRUST, ()))
+        values = [[known[leaf.path] for leaf in plan.leaves] for known in self.series]
+        arenas = [packed.pack(plan, own, backend=self.state.spec.backend) for own in values]
+        mu, nu = (*arenas, (), ())[:2]
+        if jtu.tree_map(jnp.shape, (mu, nu)) != jtu.tree_map(jnp.shape, (node.mu, node.nu)):
+            raise ValueError(
+                "tx: the moments of its State are of other leaves, or of another kind, than those "
+                "of the state; masked or partitioned, this package's optimizers cannot be filled"
+            )
+        return State(self._count(), mu, nu)
+
+    def _injected(self, node: Any) -> Any:
+        scheduled = getattr(node, "hyperparams_states", {})
+        # Of a schedule it is the value that was last used; before the first call there is none.
+        called = self.ints[scalars.CALLS] > 0
+        names = set(self.state.spec.names) if called else settable(self.state.spec)
+        own = self.state.metrics
+        new = {
+            name: jnp.asarray(own[name], jnp.asarray(value).dtype) if name in names else value
+            for name, value in node.hyperparams.items()
+        }
+        more = {} if not scheduled else {"hyperparams_states": mapped(scheduled, self.fill)}
+        inner = mapped(node.inner_state, self.fill)
+        return node._replace(count=self._count(), hyperparams=new, inner_state=inner, **more)
+
+    def _multi(self, node: Any) -> Any:
+        self.has_multi = True
+        micro = self.ints[scalars.MICRO]
+        acc_grads = node.acc_grads
+        if micro:
+            factor = 1 / (int(micro) * float(self.state.loss_scale))
+            acc_grads = _filled(acc_grads, self._by_path(self.state.accumulator), factor)
+        return node._replace(
+            mini_step=jnp.asarray(micro),
+            gradient_step=self._count(),
+            inner_opt_state=mapped(node.inner_opt_state, self.fill),
+            acc_grads=acc_grads,
+        )
+
+
+def _filled(tree: Any, known: Mapping[str, Any], factor: float) -> Any:
+    """The tree with the leaves that are known, times a factor, in its own dtypes."""
+
+    def fill(key_path: jtu.KeyPath, old: Any) -> Any:
+        new = known.get(path_string(key_path))
+        if new is None:
+            return old
+        if new.shape != jnp.shape(old):
+            path = path_string(key_path)
+            raise ValueError(f"tx: {path!r} has shape {jnp.shape(old)}, wanted {new.shape}")
+        return (new * factor).astype(old.dtype)
+
+    return jtu.tree_map_with_path(fill, tree)
