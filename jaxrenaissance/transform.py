@@ -77,6 +77,16 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     structure and the numbers in its scalars, so that optimizers which differ in numbers alone share
     every compiled program.
 
+    In an optax loop it stands where optax's optimizer stood:
+
+    >>> import jax.numpy as jnp, optax
+    >>> import jaxrenaissance as jr
+    >>> tx = optax.chain(optax.clip(1.0), jr.sgd(0.5, momentum=0.9))
+    >>> params = {"w": jnp.ones(2)}
+    >>> updates, state = tx.update({"w": jnp.full(2, 3.0)}, tx.init(params), params)
+    >>> optax.apply_updates(params, updates)["w"].tolist()
+    [0.5, 0.5]
+
     Attributes:
         init: params → `State`.
         update: (updates, state, params) → (updates, state), as optax has it. `params + updates` is
