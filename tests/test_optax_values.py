@@ -1,10 +1,13 @@
 """With masks of True the results are optax's, for every optimizer: in place and as updates."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 from optax_pairs import PAIRS, assert_close, follow, model
 from states import make_step, random_like
 
@@ -88,3 +91,40 @@ def test_a_skipped_step_has_zero_updates_and_the_state_as_it_was(backend):
     updates, after = tx.update({**params, "w": jnp.asarray([1, np.nan, 1])}, before, params)
     jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
     jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+@pytest.mark.parametrize("mask", [None, "weights"])
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_without_a_mask_it_is_optax_with_one_that_leaves_biases_and_scales_alone(name, mask):
+    rng = np.random.default_rng(4)
+    params = model(rng)
+    gradients = [random_like(params, rng) for _ in range(3)]
+    kernels = {"dense": {"kernel": True, "bias": False}, "scale": False}
+    got, _ = follow(getattr(jr, name)(0.1, weight_decay=0.3, mask=mask), params, gradients)
+    wanted, _ = follow(getattr(optax, name)(0.1, weight_decay=0.3, mask=kernels), params, gradients)
+    assert_close(got, wanted)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+TREES = {
+    "one leaf": lambda x: x,
+    "one scalar": lambda x: x[0, 0],
+    "a list": lambda x: [x, x[0], [x[:0], x[1:]]],
+    "a tuple with None": lambda x: (None, x, (), x[1]),
+    "a NamedTuple": lambda x: Pair(x, Pair(x[0], None)),
+    "a FrozenDict": lambda x: FrozenDict({"a": {"kernel": x, "bias": x[0]}, "b": {}}),
+    "repeated names": lambda x: {"a": {"w": x}, "b": {"w": x[0]}, "w": x[1]},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_of_all_kinds_are_updated_as_with_optax(name):
+    rng = np.random.default_rng(5)
+    params = TREES[name](jnp.asarray(rng.normal(size=(4, 5)), jnp.float32))
+    gradients = [random_like(params, rng) for _ in range(2)]
+    ours, theirs = (follow(make(0.1), params, gradients)[0] for make in PAIRS["adamw"])
+    assert_close(ours, theirs)
