@@ -186,6 +186,7 @@ class _Found:
                 if np.shape(x) and self.shapes.get(path) == np.shape(x)
             ]
             if paths:
+                refuse_lars(self.spec, "optimizer")
                 raise ValueError(
                     f"opt_state: {name} has {field} for {listed([*map(repr, paths)])}, of which "
                     "the optimizer has no use: it is that of another optimizer"

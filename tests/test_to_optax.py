@@ -1,0 +1,127 @@
+"""to_optax: optax goes on where a TrainState stands."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from states import assert_trees_equal, by_path
+from switched import GRADIENTS, KERNELS, PAIRS, RATE, assert_close, optax_run, our_run, tree
+
+import jaxrenaissance as jr
+
+CUT = 5
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_optax_goes_on_as_if_it_had_been_optax_all_along(name):
+    tx, optimizer = PAIRS[name]
+    wanted, wanted_state = optax_run(tx, tree(), tx.init(tree()), GRADIENTS[:CUT])
+    state = jr.TrainState.create(tree(), optimizer)
+    if name == "inject_hyperparams":
+        state = state.replace_hyperparams(learning_rate=0.1)
+    state = our_run(state, GRADIENTS[:CUT])
+    params, opt_state = jr.to_optax(state, tx)
+    assert_trees_equal(params, state.params)
+    assert_close(opt_state, wanted_state)
+    got, _ = optax_run(tx, params, opt_state, GRADIENTS[CUT:])
+    wanted, _ = optax_run(tx, wanted, wanted_state, GRADIENTS[CUT:])
+    assert_close(got, wanted)
+
+
+def test_back_and_forth_changes_no_bit():
+    for name in ("adamw", "lars", "MultiSteps", "all at once"):
+        tx, optimizer = PAIRS[name]
+        params, opt_state = optax_run(tx, tree(), tx.init(tree()), GRADIENTS[:CUT])
+        again = jr.to_optax(jr.from_optax(params, opt_state, optimizer), tx)
+        assert_trees_equal(again, (params, opt_state))
+
+
+def test_what_comes_out_can_be_donated_and_a_new_state_is_init_s():
+    for name in ("chain", "inject_hyperparams of a schedule", "partition"):
+        tx, optimizer = PAIRS[name]
+        state = jr.TrainState.create(tree(), optimizer)
+        params, opt_state = jr.to_optax(state, tx)
+        assert_trees_equal(opt_state, tx.init(tree()))
+        step = jax.jit(lambda p, s, tx=tx: tx.update(p, s, p), donate_argnums=(0, 1))
+        step(params, opt_state)
+        assert int(our_run(state, GRADIENTS[:1]).step) == 1
+
+
+def test_moments_take_the_dtypes_that_tx_has():
+    state = our_run(jr.TrainState.create(tree(), jr.adam(0.1)), GRADIENTS[:2])
+    _, (adam, _) = jr.to_optax(state, optax.adam(0.1, mu_dtype=jnp.bfloat16))
+    assert adam.mu["head"].dtype == jnp.bfloat16
+    assert adam.nu["head"].dtype == jnp.float32
+    wanted = by_path(state, [own[0] for own in state.moments])["head"]
+    np.testing.assert_array_equal(adam.mu["head"], jnp.asarray(wanted, jnp.bfloat16))
+
+
+def test_skips_are_counted_and_sums_are_unscaled():
+    optimizer = jr.adam(0.1, accumulate=jr.Accumulate(2), loss_scale=jr.StaticLossScale(8))
+    state = jr.TrainState.create(tree(), optimizer)
+    bad = jax.tree.map(lambda x: x * jnp.nan, tree())
+    scaled = [jax.tree.map(lambda x: 8 * x, grads) for grads in GRADIENTS[:3]]
+    state = our_run(state, [*scaled[:2], bad, bad, bad, bad, scaled[2]])
+    tx = optax.MultiSteps(optax.apply_if_finite(optax.adam(0.1), 5), 2)
+    _, opt_state = jr.to_optax(state, tx)
+    finite = opt_state.inner_opt_state
+    assert (int(finite.notfinite_count), int(finite.total_notfinite)) == (2, 2)
+    assert (int(opt_state.mini_step), int(opt_state.gradient_step)) == (1, 1)
+    np.testing.assert_allclose(opt_state.acc_grads["head"], GRADIENTS[2]["head"], rtol=1e-6)
+
+
+def test_leaves_that_are_not_trained_start_anew():
+    state = jr.TrainState.create(tree(), jr.adam(0.1), trainable="layer/*")
+    state = our_run(state, GRADIENTS[:2])
+    _, (adam, _) = jr.to_optax(state, optax.adam(0.1))
+    np.testing.assert_array_equal(adam.mu["head"], 0)
+    assert np.all(adam.mu["layer"]["kernel"] != 0)
+    tx = optax.masked(optax.adam(0.1), {"layer": True, "head": False})
+    _, opt_state = jr.to_optax(state, tx)
+    assert_trees_equal(opt_state.inner_state[0].mu["layer"], adam.mu["layer"])
+
+
+ACCUMULATING = jr.adam(0.1, accumulate=jr.Accumulate(3))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tx", "message"),
+    [
+        (jr.adam(0.1), optax.sgd(0.1), "tx: it keeps no moments of adam for 'head'; 'layer/bias'"),
+        (
+            jr.adam(0.1),
+            optax.masked(optax.scale_by_adam(), KERNELS),
+            "tx: it keeps no moments of adam for 'layer/bias'$",
+        ),
+        (
+            jr.adam(0.1),
+            optax.chain(optax.scale_by_adam(), optax.scale_by_adam()),
+            "tx: it keeps two ScaleByAdamState for 'head'; 'layer/bias'; 'layer/kernel'",
+        ),
+        (
+            jr.lion(0.1, mask=True),
+            optax.adam(0.1),
+            "tx: it keeps ScaleByAdamState for .*'head'.*, and the state is that of lion",
+        ),
+        (jr.sgd(0.1), optax.adam(0.1), "tx: it keeps ScaleByAdamState for .*'head'"),
+        (
+            jr.lars(0.1, trust_ratio_mask="weights"),
+            PAIRS["lars"][0],
+            "state: jr.lars in its default form takes other trust ratios",
+        ),
+        (ACCUMULATING, optax.adam(0.1), "state: it has added up 1 micro-batches of a cycle"),
+        (jr.adam(0.1), optax.masked(jr.adam(0.1), KERNELS), "its State are of other leaves"),
+        (jr.adam(0.1), jr.lion(0.1, mask=True), "or of another kind"),
+    ],
+)
+def test_what_has_no_place_is_an_error(optimizer, tx, message):
+    state = our_run(jr.TrainState.create(tree(), optimizer), GRADIENTS[:1])
+    with pytest.raises(ValueError, match=message):
+        jr.to_optax(state, tx)
+
+
+def test_members_are_an_error():
+    states = jax.vmap(lambda rate: jr.TrainState.create(tree(), jr.sgd(rate)))(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"to_optax: .*jax.vmap"):
+        jr.to_optax(states, optax.sgd(RATE))
