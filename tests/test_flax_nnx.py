@@ -1,6 +1,7 @@
 """NNXState: the fast form of an NNX model, against nnx.Optimizer with optax on a copy of it."""
 
 import gc
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -354,6 +355,14 @@ def test_what_cannot_be_a_state():
         jr.flax.NNXState.create(model, optax.adam(0.1))
     with pytest.raises(ValueError, match=r"wrt: .*selects no variable"):
         jr.flax.NNXState.create(model, SGD, wrt=nnx.LoRAParam)
+
+
+def test_pickles_without_the_modules_that_it_gave(fresh, model):
+    made = fresh.model()
+    again = pickle.loads(pickle.dumps(fresh))
+    assert jax.tree.structure(again) == jax.tree.structure(fresh)
+    new = again.apply_gradients(gradients(made))
+    assert new.params["scale"].tolist() == [0.75] * 4
 
 
 def test_a_state_says_what_it_is(fresh):

@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import weakref
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.tree_util as jtu
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from ..compute_dtypes import ComputeDtype
 from ..extra import copy
@@ -22,23 +22,37 @@ from .nnx_trees import Path, fits_an_arena, flat_values, gradient_tree, trained_
 from .wrapper import Wrapper
 
 
+class _Paths(NamedTuple):
+    """Where the variables of a model go.
+
+    Attributes:
+        trained: those that `wrt` selects, into arenas.
+        frozen: the other parameters, which stay as they are.
+        floats: other float variables, into one `Packed`.
+        rest: what is left.
+    """
+
+    trained: tuple[Path, ...]
+    frozen: tuple[Path, ...]
+    floats: tuple[Path, ...]
+    rest: tuple[Path, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Template:
     """The model without its arrays: equal by identity first, as it is compared on every call.
 
     Attributes:
         graphdef: what NNX merges arrays into.
-        trained: paths of the variables that `wrt` selects.
-        frozen: paths of the other parameters.
+        paths: of its variables.
     """
 
     graphdef: nnx.GraphDef[Any]
-    trained: tuple[Path, ...]
-    frozen: tuple[Path, ...]
+    paths: _Paths
     _hash: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.graphdef, self.trained, self.frozen)))
+        object.__setattr__(self, "_hash", hash((self.graphdef, self.paths)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -50,10 +64,12 @@ class _Template:
             return NotImplemented
         return (
             self._hash == other._hash
-            and self.trained == other.trained
-            and self.frozen == other.frozen
+            and self.paths == other.paths
             and self.graphdef == other.graphdef
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Template, (self.graphdef, self.paths)  # Hashes are those of a process.
 
 
 @functools.partial(jtu.register_dataclass, data_fields=["core"], meta_fields=["template"])
@@ -131,10 +147,8 @@ class NNXState(Wrapper):
         if not isinstance(model, nnx.Module):
             raise TypeError(f"model: expected an nnx.Module, got a {type(model).__name__}")
         check_optimizer(tx)
-        graphdef, chosen, params, floats, rest = nnx.split(
-            model, wrt, nnx.Param, fits_an_arena, ...
-        )
-        trained, frozen = flat_values(chosen), flat_values(params)
+        graphdef, *states = nnx.split(model, wrt, nnx.Param, fits_an_arena, ...)
+        trained, frozen, floats, rest = map(flat_values, states)
         if not trained:
             raise ValueError(f"wrt: the filter {wrt!r} selects no variable of the model")
         tree = unflatten_dict({**trained, **frozen})
@@ -146,12 +160,13 @@ class NNXState(Wrapper):
             stacked=stacked,
             trainable=trained_tree(tree, tuple(trained), trainable),
             extra={
-                "floats": Packed(unflatten_dict(flat_values(floats)), backend=tx.spec.backend),
-                "rest": unflatten_dict(flat_values(rest)),
+                "floats": Packed(unflatten_dict(floats), backend=tx.spec.backend),
+                "rest": unflatten_dict(rest),
             },
             ema_extra=ema_extra,
         )
-        return NNXState(core, _Template(graphdef, tuple(trained), tuple(frozen)))
+        paths = _Paths(*map(tuple, (trained, frozen, floats, rest)))
+        return NNXState(core, _Template(graphdef, paths))
 
     def model(self, *, full_precision: bool = False) -> Any:
         """A module with this state's arrays: inside the step, or outside for evaluation.
@@ -231,29 +246,28 @@ class NNXState(Wrapper):
         return new
 
     def _tree(self, grads: Any) -> Any:
-        return gradient_tree(grads, self.template.trained, self.template.frozen)
+        paths = self.template.paths
+        return gradient_tree(grads, paths.trained, paths.frozen)
 
     def _changed(self, model: Any) -> dict[str, Any]:
         """The argument `extra` for the core: what the model has now, or nothing."""
-        extra = self.core.extra
-        before = {"floats": extra["floats"].tree, "rest": extra["rest"]}
-        if not jtu.tree_leaves(before):
+        paths = self.template.paths
+        if not paths.floats + paths.rest:
             return {}
         if model is None:
             model = self._only_model()
         if model is None:
             return {}
         now = flat_values(model)
-        missing = [
-            path for kind in before.values() for path in flatten_dict(kind) if path not in now
-        ]
-        if missing:
-            raise ValueError(f"model: the variable {_text(missing[0])} is missing")
-        taken = {
-            name: unflatten_dict({path: now[path] for path in flatten_dict(kind)})
-            for name, kind in before.items()
-        }
-        return {"extra": {**taken, "floats": extra["floats"].replace(taken["floats"])}}
+        for path in paths.floats + paths.rest:
+            if path not in now:
+                name = "/".join(map(str, path))
+                raise ValueError(f"model: the variable {name!r} is missing")
+        floats, rest = (
+            unflatten_dict({path: now[path] for path in kind})
+            for kind in (paths.floats, paths.rest)
+        )
+        return {"extra": {"floats": self.core.extra["floats"].replace(floats), "rest": rest}}
 
     def _only_model(self) -> Any:
         alive = [model for model in (ref() for ref in self._given) if model is not None]
@@ -265,9 +279,8 @@ class NNXState(Wrapper):
             "random counts) to take over: apply_gradients(grads, model=model)"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NNXState, (self.core, self.template)  # Without the modules that were given.
+
     def __repr__(self) -> str:
         return repr(self.core).replace("TrainState", "NNXState", 1)
-
-
-def _text(path: Path) -> str:
-    return repr("/".join(map(str, path)))
