@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import core, struct
+from flax import core, serialization, struct
 from flax import linen as nn
 from flax.training import train_state
 from states import assert_trees_equal, count_compilations, ones_like
@@ -289,3 +289,19 @@ def test_pickles():
     state = plain()
     again = pickle.loads(pickle.dumps(state.replace(apply_fn=None)))
     assert_trees_equal(again.params, PARAMS)
+
+
+def test_serialization_of_flax_goes_by_path():
+    adam = jr.adam(0.1, backend="cpu")
+    state = plain(adam, batch_stats=STATS)
+    state = state.apply_gradients(grads=ones_like(PARAMS), batch_stats=ones_like(STATS))
+    data = serialization.to_bytes(state)
+    # Every leaf a weight: other regions, another plan.
+    other = plain(adam, batch_stats=STATS, rules=lambda path, leaf: jr.Region.W_FC_WEIGHT)
+    read = serialization.from_bytes(other, data)
+    assert read.plan == other.plan != state.plan
+    assert_trees_equal(read.params, state.params)
+    assert_trees_equal(read.batch_stats, ones_like(STATS))
+    again = [x.apply_gradients(grads=ones_like(PARAMS)) for x in (read, state)]
+    assert_trees_equal(again[0].params, again[1].params)
+    assert int(again[0].step) == 2

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
-from flax import struct
+from flax import serialization, struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from .. import scalars, transform
@@ -246,3 +246,16 @@ def _with_opt_state(
         raise ValueError(f"opt_state: the moments have shapes {shapes}, wanted {wanted}")
     ints = core.ints.at[scalars.STEP].set(opt_state.count)
     return dataclasses.replace(core, moments=moments, ints=ints)
+
+
+def _to_state_dict(core: core_state.TrainState) -> Any:
+    return serialization.to_state_dict(core.to_leaves(host=True))
+
+
+def _from_state_dict(core: core_state.TrainState, leaves: Any) -> core_state.TrainState:
+    return core_state.TrainState.from_leaves(leaves, like=core)
+
+
+# `flax.serialization` and what builds on it, for all states that hold a core state: by path, so
+# that the plan may be another when they are read.
+serialization.register_serialization_state(core_state.TrainState, _to_state_dict, _from_state_dict)
