@@ -2,6 +2,8 @@
 
 import dataclasses
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 from flax import core, serialization, struct
 from flax import linen as nn
 from flax.training import train_state
+from scripts import ROOT
 from states import assert_trees_equal, count_compilations, ones_like
 
 import jaxrenaissance as jr
@@ -305,3 +308,9 @@ def test_serialization_of_flax_goes_by_path():
     again = [x.apply_gradients(grads=ones_like(PARAMS)) for x in (read, state)]
     assert_trees_equal(again[0].params, again[1].params)
     assert int(again[0].step) == 2
+
+
+def test_the_package_imports_without_flax_and_other_extras():
+    extras = ("flax", "orbax", "equinox", "tqdm", "matplotlib")
+    code = f"import sys; sys.modules |= dict.fromkeys({extras}); import jaxrenaissance"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

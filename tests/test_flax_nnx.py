@@ -365,6 +365,15 @@ def test_pickles_without_the_modules_that_it_gave(fresh, model):
     assert new.params["scale"].tolist() == [0.75] * 4
 
 
+def test_a_checkpoint_restores_into_another_model(fresh):
+    made = counting(fresh.model(), 3.0)
+    saved = fresh.apply_gradients(gradients(made))
+    leaves = saved.to_leaves(host=True)
+    other = jr.flax.NNXState.create(Model(nnx.Rngs(7)), jr.sgd(0.5, backend="cpu"))
+    assert_models_close(other.restore(leaves).model(), saved.model())
+    assert int(other.restore(leaves).step) == 1
+
+
 def test_a_state_says_what_it_is(fresh):
     assert repr(fresh).startswith("NNXState(\n  sgd")
     assert int(fresh.skipped) == 0

@@ -24,6 +24,7 @@ _READ = frozenset(
         "scale_loss",
         "skipped",
         "spec",
+        "to_leaves",
         "trainable_params",
         "trust_ratios",
     }
@@ -67,6 +68,13 @@ class Wrapper:
     def reset_moments(self, match: Match | None = None) -> Self:
         """The state with moments that start anew: see `jr.TrainState.reset_moments`."""
         return self._with(self.core.reset_moments(match))
+
+    def restore(self, leaves: Any) -> Self:
+        """The state that `to_leaves` was called on, under this one's plan.
+
+        See `jr.TrainState.from_leaves`. Fields of a subclass are not among the leaves, and stay.
+        """
+        return self._with(TrainState.from_leaves(leaves, like=self.core))
 
     def zero_gradients(self) -> Gradients:
         """The sum of no gradients, for `accumulate`: see `jr.TrainState.zero_gradients`."""
