@@ -115,10 +115,16 @@ def _leaves(
 
 def from_leaves(leaves: Any, like: Contents) -> Contents:
     """See `TrainState.from_leaves`."""
+    if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves((leaves, tuple(like[1:])))):
+        raise TypeError("from_leaves: the leaves or `like` are traced. Call it outside of jit")
     static = like.static
     spec, plan, backend = static.spec, static.plan, static.spec.backend
     packed.refuse_sharded(leaves, "leaves")
     found = by_path(dict(leaves) if isinstance(leaves, Mapping) else leaves, "leaves")
+    if not any(map(_sharding, jtu.tree_leaves(tuple(like[1:])))):
+        # What Orbax restores is committed to devices, and would compile the next step anew.
+        committed = {path: x for path, x in found.items() if getattr(x, "committed", False)}
+        found |= jax.device_get(committed)
     numbers = _numbers(found)
     _check_version(numbers)
     _check_optimizer(spec, found)
@@ -257,8 +263,6 @@ def _numbers(found: Mapping[str, Any]) -> dict[str, Any]:
     sections = (*_HEAD, *checkpoint_numbers.SECTIONS)
     numbers = {path: x for path, x in found.items() if _section(path) in sections}
     for path, x in numbers.items():
-        if isinstance(x, jax.core.Tracer):
-            raise TypeError("from_leaves: the leaves are traced. Call it outside of jit")
         if np.shape(x) != () or isinstance(x, jax.ShapeDtypeStruct):
             raise ValueError(f"leaves: {path!r} is {x!r:.100}, wanted a number")
     return jax.device_get(numbers)
@@ -299,11 +303,16 @@ def _check_optimizer(spec: Spec, found: Mapping[str, Any]) -> None:
         )
 
 
+def _sharding(x: Any) -> Any:
+    """Where an array is committed to, or an abstract one is to be; or None."""
+    if isinstance(x, jax.Array) and not x.committed:
+        return None
+    return getattr(x, "sharding", None)
+
+
 def _placed(new: Any, old: Any) -> Any:
     """The new array where the old one is, or is to be."""
-    sharding = getattr(old, "sharding", None)
-    if isinstance(old, jax.Array) and not old.committed:
-        sharding = None
+    sharding = _sharding(old)
     return new if sharding is None else jax.device_put(new, sharding)
 
 

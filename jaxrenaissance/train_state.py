@@ -695,7 +695,7 @@ class TrainState:
                 for hyperparameters; where it is committed to devices, the new state is, too.
 
         Raises:
-            TypeError: if like is not a state, or the leaves are traced.
+            TypeError: if like is not a state, or something is traced.
             ValueError: if a leaf is missing, unknown, of another shape or dtype, or sharded over
                 devices; names the paths. If the format has another version, or the moments are
                 another optimizer's.

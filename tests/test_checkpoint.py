@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import device_of
-from states import assert_buffers_equal, assert_trees_equal, by_path, make_step, ones_like
+from states import (
+    assert_buffers_equal,
+    assert_trees_equal,
+    by_path,
+    count_compilations,
+    make_step,
+    ones_like,
+)
 
 import jaxrenaissance as jr
 from jaxrenaissance import checkpoint, scalars
@@ -384,11 +391,11 @@ def test_a_state_of_members_is_an_error():
 
 
 def test_what_is_no_state_or_traced_is_an_error(trained):
-    leaves = trained.to_leaves()
     with pytest.raises(TypeError, match="like: expected a TrainState, or jax"):
-        jr.TrainState.from_leaves(leaves, params())
-    with pytest.raises(TypeError, match="from_leaves: the leaves are traced"):
-        jax.jit(lambda x: jr.TrainState.from_leaves(x, trained))(leaves)
+        jr.TrainState.from_leaves(trained.to_leaves(), params())
+    for traced in (lambda x: (x, trained), lambda x: (x, x)):
+        with pytest.raises(TypeError, match="from_leaves: the leaves or `like` are traced"):
+            jax.jit(lambda x, traced=traced: jr.TrainState.from_leaves(*traced(x)))(trained)
 
 
 def test_two_leaves_of_one_path_are_an_error():
@@ -403,5 +410,12 @@ def test_the_new_state_is_where_the_one_to_be_like_is(trained):
     like = jax.device_put(create(), device)
     again = jr.TrainState.from_leaves(trained.to_leaves(), like)
     assert all(x.devices() == {device} and x.committed for x in jax.tree.leaves(again))
-    again = jr.TrainState.from_leaves(trained.to_leaves(host=True), create())
-    assert not any(x.committed for x in jax.tree.leaves(again))
+    # As those that Orbax restores; a state that is committed would compile the next step anew.
+    leaves = jax.device_put(trained.to_leaves(), device)
+    assert leaves["format"].committed
+    for like in (create(), jax.eval_shape(create)):
+        again = jr.TrainState.from_leaves(leaves, like)
+        assert not any(x.committed for x in jax.tree.leaves(again))
+        with count_compilations() as compilations:
+            STEP(again, gradients())
+        assert compilations == []
