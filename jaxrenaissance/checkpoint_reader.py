@@ -21,7 +21,12 @@ class Reader:
 
     def has(self, section: str, path: str) -> bool:
         """Whether there is such an array."""
-        return join(section, path) in self.found
+        return self._place(join(section, path)) in self.found
+
+    def _place(self, path: str) -> str:
+        # Orbax gives back an nnx.Variable as a dict of what it writes of it.
+        wrapped = f"{path}/value"
+        return wrapped if path not in self.found and wrapped in self.found else path
 
     def read(
         self,
@@ -38,7 +43,7 @@ class Reader:
             shape, dtypes: what is wanted.
             without_name: of what NumPy's files have no name for, such as bfloat16.
         """
-        path = join(section, path)
+        path = self._place(join(section, path))
         self.seen.add(path)
         x = self.found.get(path)
         if x is None:

@@ -158,7 +158,8 @@ def test_leaves_survive_the_donation_of_the_state(host):
     leaves = state.to_leaves(host=host)
     wanted = jax.tree.map(np.array, leaves)
     make_step(donate_argnums=0)(state, gradients())
-    assert state.weights[0].is_deleted()
+    # On the CPU, JAX 0.11 does not donate what the host has looked at.
+    assert host or state.weights[0].is_deleted()
     assert_trees_equal(jax.device_get(leaves), wanted)
 
 

@@ -1,10 +1,14 @@
 """Orbax saves and restores leaves, and states as they are."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx, struct
+from flax.core import FrozenDict
 from states import assert_trees_equal, make_step
 
 import jaxrenaissance as jr
@@ -119,3 +123,37 @@ def test_another_tree_names_the_paths(state, tmp_path):
     like = jr.TrainState.create(tree, jr.adamw(0.1, mask="weights", ema_decay=0.9))
     with pytest.raises(ValueError, match="'params/head' is missing; 'mu/head' is missing"):
         jr.TrainState.from_leaves(leaves, like)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@struct.dataclass
+class Layer:
+    kernel: Any
+    bias: Any
+
+
+TREES = {
+    "NamedTuple": Pair([jnp.ones(2)], jnp.ones((2, 2))),
+    "dataclass": {"layer": Layer(jnp.ones((2, 2)), jnp.ones(2))},
+    "FrozenDict": FrozenDict({"layer": {"kernel": jnp.ones((2, 2))}}),
+    "nnx.State": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param),
+    "one array": jnp.ones(3),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_containers_come_back_as_dicts_and_lists_and_are_known_by_path(name, tmp_path):
+    tree = TREES[name]
+    state = jr.TrainState.create(tree, jr.sgd(0.5, momentum=0.5))
+    state = state.apply_gradients(jax.tree.map(jnp.ones_like, tree))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", state.to_leaves())
+        checkpointer.wait_until_finished()
+        leaves = checkpointer.restore(tmp_path / "run")
+    again = jr.TrainState.from_leaves(leaves, jax.eval_shape(lambda: state))
+    assert_trees_equal(again.params, state.params)
+    assert_trees_equal(again.moments, state.moments)
