@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from conftest import NATIVE
 from scripts import run_script
@@ -54,3 +55,36 @@ def test_the_host_time_of_a_call_is_measured(tmp_path):
     arguments = ("--models", "mlp", "--seeds", "2", "--rounds", "4")
     rows = run_benchmark("bench_host.py", *arguments, cwd=tmp_path)
     assert [row["model"] for row in rows] == ["mlp"] * 3 + ["mlp of 2 seeds"] * 3
+
+
+@pytest.fixture
+def _compile_fast(monkeypatch):
+    """XLA takes most of the time of a few small steps."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
+@pytest.mark.usefixtures("_compile_fast")
+def test_train_steps_of_linen_and_nnx_lose_alike(tmp_path):
+    models = "mlp,resnet50_32,gpt2,nnx_resnet50_32"
+    arguments = ("--quick", "--models", models, "--sides", "ours,optax")
+    rows = run_benchmark("bench_train.py", *arguments, cwd=tmp_path)
+    assert [row["model"] for row in rows[::2]] == [f"{name}, small" for name in models.split(",")]
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+        assert (ours["side"], theirs["side"]) == ("ours", "optax")
+        assert ours["buffers"] < theirs["buffers"]
+        assert min(ours["compile_s"], ours["peak_mib"], ours["host_us"]) > 0
+        ratio = theirs["step_us"] / ours["step_us"]
+        assert (ours["ratio_to_optax"], theirs["ratio_to_optax"]) == (pytest.approx(ratio), 1)
+        assert len(ours["losses"]) == len(theirs["losses"]) == 8
+        np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=2e-3)
+        assert min(theirs["losses"][4:]) < theirs["losses"][0]  # batches come again after four
+        gap = max(abs(a / b - 1) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+        assert ours["loss_difference"] == pytest.approx(gap)
+
+
+@pytest.mark.usefixtures("_compile_fast")
+def test_a_train_step_may_keep_its_leaves(tmp_path):
+    arguments = ("--quick", "--models", "mlp", "--sides", "drop-in,optax")
+    drop_in, optax = run_benchmark("bench_train.py", *arguments, cwd=tmp_path)
+    assert drop_in["side"] == "drop-in"
+    np.testing.assert_allclose(drop_in["losses"], optax["losses"], rtol=1e-5)
