@@ -1,12 +1,14 @@
-"""The examples train: with every optimizer, on every backend, and in float16."""
+"""The examples train: with every optimizer, on every backend, in float16, and in every library."""
 
 import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scripts import ROOT, run_script
@@ -21,9 +23,7 @@ def check_output(result: subprocess.CompletedProcess[str], plot: Path) -> float:
     assert re.search(r"^time per step: \d+\.\d\d ms ", result.stdout, re.MULTILINE)
     assert "step/s" in result.stderr
     assert plot.read_bytes().startswith(PNG)
-    last = re.fullmatch(r"test accuracy: ([01]\.\d{4})", result.stdout.splitlines()[-1])
-    assert last is not None
-    return float(last[1])
+    return last_number(result, "test accuracy")
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw", "lars", "lamb"])
@@ -85,11 +85,157 @@ def test_large_batches_are_compared(tmp_path):
     assert all(0 < float(accuracy) < 1 for _, accuracy in rows)
 
 
+@pytest.mark.parametrize(
+    ("script", "epochs", "said"),
+    [
+        ("flax_linen.py", "3", "buffers of the state: 6\n"),
+        ("flax_nnx.py", "3", "buffers of the state, moments included: 8\n"),
+        ("equinox_mlp.py", "5", "8 trained leaves, 42,634 parameters\n"),
+    ],
+    ids=["linen", "nnx", "equinox"],
+)
+def test_digits_are_learned_in_other_libraries(script, epochs, said, tmp_path):
+    result = run_script(f"examples/{script}", "--epochs", epochs, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "step/s" in result.stderr
+    assert said in result.stdout
+    assert last_number(result, "test accuracy") > 0.85
+
+
+def test_a_gpt_learns_to_write(tmp_path):
+    arguments = ("--steps", "60", "--sample", "20", "--plot", "gpt.png")
+    result = run_script("examples/train_gpt.py", *arguments, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "step/s" in result.stderr
+    assert "computed in bfloat16, float32" in result.stdout
+    assert (tmp_path / "gpt.png").read_bytes().startswith(PNG)
+    written = re.search(r"^--- and might go on\n(.{20})\n---$", result.stdout, re.M | re.DOTALL)
+    assert written is not None
+    by_frequency = re.search(r"^guessing by frequency: ([\d.]+)$", result.stdout, re.MULTILINE)
+    assert by_frequency is not None
+    # 600 steps reach half of it.
+    assert last_number(result, "validation loss") < float(by_frequency[1])
+
+
+def test_policies_of_many_seeds_and_learning_rates_learn_at_once(tmp_path):
+    arguments = ("--updates", "70", "--seeds", "2", "--learning-rates", "1e-6", "3e-3")
+    result = run_script("examples/rl_seeds.py", *arguments, "--plot", "seeds.png", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("4 policies, 70 updates each: ")
+    assert (tmp_path / "seeds.png").read_bytes().startswith(PNG)
+    row = r"^ +(\S+) +([\d.]+) +([\d.]+) +([\d.]+)$"
+    rows = {rate: float(mean) for rate, mean, *_ in re.findall(row, result.stdout, re.MULTILINE)}
+    assert rows.keys() == {"1e-06", "0.003"}
+    # Pushing at random, the pole falls after 22 steps or so.
+    assert 15 < rows["1e-06"] < 35
+    assert rows["0.003"] > 60
+
+
+def test_a_run_that_was_stopped_ends_as_if_it_was_not(tmp_path):
+    result = run_script("examples/resume.py", "--epochs", "4", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    pattern = (
+        r"^stopped after step (\d+) of 44\nresumed from step (\d+)\nbit for bit as in one go: True$"
+    )
+    steps = re.search(pattern, result.stdout, re.MULTILINE)
+    assert steps is not None
+    assert 0 < int(steps[2]) < int(steps[1]) < 44
+    assert last_number(result, "test accuracy") > 0.5
+
+
+def test_a_run_switches_from_optax_and_back(tmp_path):
+    result = run_script("examples/migrate_from_optax.py", "--epochs", "6", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    moved = re.search(r"^the largest change of .*: ([\d.e-]+)$", result.stdout, re.MULTILINE)
+    assert moved is not None
+    pattern = r"^(.*): the largest difference to optax all the way: ([\d.e+-]+)$"
+    far = {name: float(x) for name, x in re.findall(pattern, result.stdout, re.MULTILINE)}
+    assert far.keys() == {"switched", "switched and back"}
+    assert max(far.values()) < 1e-3 * float(moved[1])
+    assert last_number(result, "test accuracy, switched and back") > 0.8
+
+
+def last_number(result: subprocess.CompletedProcess[str], name: str) -> float:
+    """What the last line says."""
+    last = re.fullmatch(rf"{name}: (\d\.\d+)", result.stdout.splitlines()[-1])
+    assert last is not None
+    return float(last[1])
+
+
 @pytest.fixture
-def example(monkeypatch):
-    """The example as a module."""
+def module(monkeypatch):
+    """Imports an example."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    return importlib.import_module("train_digits")
+    return importlib.import_module
+
+
+@pytest.fixture
+def example(module):
+    """The example as a module."""
+    return module("train_digits")
+
+
+def test_a_gpt_looks_at_what_was_before(module):
+    net = module("gpt_net")
+    model = net.GPT(net.Size(layers=1, heads=2, width=8, context=6), vocabulary=5)
+    tokens = jnp.asarray([[0, 1, 2, 3, 4, 0]])
+    variables = jax.jit(model.init)(jax.random.key(0), tokens)
+    apply = jax.jit(model.apply)
+    before, after = apply(variables, tokens), apply(variables, tokens.at[0, 3].set(1))
+    assert before.shape == (1, 6, 5)
+    np.testing.assert_array_equal(before[0, :3], after[0, :3])
+    assert np.all(np.any(before[0, 3:] != after[0, 3:], axis=-1))
+    # The residuals of a layer, 0.02 / √2; all others 0.02.
+    deviation = float(variables["params"]["h_0"]["mlp_out"]["kernel"].std())
+    assert deviation == pytest.approx(0.02 / 2**0.5, rel=0.15)
+
+
+def test_the_text_is_all_of_the_help_and_windows_are_pieces_of_it(module):
+    gpt_text = module("gpt_text")
+    text = gpt_text.load_text()
+    whole = text.decode(np.concatenate([text.training, text.validation]))
+    wanted = "\n\n".join(topics[name] for name in sorted(topics))
+    assert whole == wanted.encode("ascii", "ignore").decode()
+    assert len(text.validation) == pytest.approx(len(whole) / 10, abs=1)
+    tokens = np.arange(5, dtype=np.int32)
+    windows = gpt_text.random_windows(tokens, 50, 3, np.random.default_rng(0))
+    assert set(map(tuple, windows.tolist())) == {(0, 1, 2), (1, 2, 3), (2, 3, 4)}
+
+
+def test_the_pole_falls_by_its_equation_of_motion(module):
+    rl_seeds = module("rl_seeds")
+    state = np.asarray([0.1, -0.2, 0.15, 0.3])
+    cart = rl_seeds.CartPole(jnp.asarray(state, jnp.float32), jnp.int32(4))
+    _, velocity, angle, turning = state
+    # Two equations for the accelerations of cart and pole: (M + m) a + m l α cos = F + m l ω² sin,
+    # and m l a cos + (4/3) m l² α = m g l sin; m = 0.1, M = 1, l = 0.5.
+    matrix = [[1.1, 0.05 * np.cos(angle)], [0.05 * np.cos(angle), 0.1 / 3]]
+    sides = [-10 + 0.05 * turning**2 * np.sin(angle), 0.1 * 9.8 * 0.5 * np.sin(angle)]
+    accelerated, turned = np.linalg.solve(matrix, sides)
+    moved, fallen = rl_seeds.advance(cart, jnp.int32(0))
+    wanted = state + 0.02 * np.asarray([velocity, accelerated, turning, turned])
+    np.testing.assert_allclose(moved.state, wanted, rtol=1e-5)
+    assert (int(moved.steps), bool(fallen)) == (5, False)
+    tilted = cart._replace(state=jnp.asarray([0.0, 0.0, 0.21, 1.0]))
+    assert rl_seeds.advance(tilted, jnp.int32(1))[1]
+
+
+def test_advantages_are_sums_of_later_surprises(module):
+    rl_seeds = module("rl_seeds")
+    rng = np.random.default_rng(0)
+    shape = 6, rl_seeds.ENVIRONMENTS
+    value, next_value = rng.normal(size=(2, *shape)).astype(np.float32)
+    ended = rng.random(shape) < 0.3
+    unused = np.zeros(shape)
+    seen = rl_seeds.Seen(unused, unused, value, next_value, ended, unused)
+    surprise = 0.01 + 0.99 * next_value - value
+    wanted = np.zeros(shape)
+    for first in range(6):
+        weight = np.ones(shape[1])
+        for step in range(first, 6):
+            wanted[first] += weight * surprise[step]
+            weight = weight * 0.99 * 0.95 * ~ended[step]
+    np.testing.assert_allclose(rl_seeds.advantages(seen), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_nan_in_an_image_changes_neither_weights_nor_batch_statistics(example):
