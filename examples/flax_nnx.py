@@ -91,7 +91,7 @@ def main() -> None:
                 state, loss = train_step(state, images, labels)
                 losses.append(loss)
                 bar.update()
-            jr.check(state.core)  # raises where many steps in a row were skipped for a NaN
+            jr.check(state)  # raises where many steps in a row were skipped for a NaN
             bar.set_postfix({"loss": f"{losses[-1]:.4f}"})
     model = state.model(full_precision=True)  # what changed: an ordinary module again
     model.eval()

@@ -1,5 +1,7 @@
 """check: what the host looks at now and then, since a skipped step waits for nobody."""
 
+from typing import Protocol
+
 import jax.core
 import numpy as np
 
@@ -7,14 +9,21 @@ from . import packed, scalars
 from .train_state import TrainState
 
 
-def check(state: TrainState, *, max_consecutive: int = 20) -> None:
+class _Around(Protocol):
+    """A state of `jaxrenaissance.flax`."""
+
+    @property
+    def core(self) -> TrainState: ...
+
+
+def check(state: TrainState | _Around, *, max_consecutive: int = 20) -> None:
     """Raises where too many updates in a row were skipped because a gradient was not finite.
 
     Call it on the host when you log; it waits for the step that made the state. Of a state with
     several members, made by `jax.vmap`, it looks at each.
 
     Args:
-        state: the state after any step.
+        state: the state after any step, also one of `jaxrenaissance.flax`.
         max_consecutive: how many skipped updates in a row are taken for normal. Each is a call of
             `apply_gradients`, or with `accumulate=` a cycle of them. A `DynamicLossScale` backs off
             from its start by a few.
@@ -25,6 +34,7 @@ def check(state: TrainState, *, max_consecutive: int = 20) -> None:
         TypeError: if it is no state, or a traced one, inside jit.
         ValueError: if the optimizer was made with skip_nonfinite=False: nothing is looked at then.
     """
+    state = state if isinstance(state, TrainState) else getattr(state, "core", state)
     if not isinstance(state, TrainState):
         raise TypeError(f"check: expected a TrainState, got a {type(state).__name__}")
     if not state.spec.skip_nonfinite:

@@ -160,7 +160,7 @@ def test_an_average_skips_and_a_loss_scale_are_there_by_name():
     assert state.ema_params["Dense_1"]["bias"].tolist() == [-0.125]
     assert averaged.batch_stats["BatchNorm_0"]["mean"].tolist() == [0.25] * 4
     assert int(state.skipped) == 0
-    jr.check(state.core)
+    jr.check(state)
 
 
 def test_a_skipped_step_keeps_its_statistics_back():

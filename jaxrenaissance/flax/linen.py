@@ -125,8 +125,7 @@ class TrainState(_Extended, struct.PyTreeNode):
     `ema_params`, `skipped`, `scale_loss`, …
 
     Attributes:
-        core: the `jr.TrainState` inside, for whatever has no name here; `jr.check` and `jr.lerp`
-            take it.
+        core: the `jr.TrainState` inside, for whatever has no name here; `jr.lerp` takes it.
         apply_fn: usually `model.apply`; static.
     """
 

@@ -103,8 +103,8 @@ class NNXState(Wrapper):
 
     Attributes:
         core: the `jr.TrainState` inside, for whatever has no shorter name here: its tree of
-            parameters is a nested dict with the model's paths, "layers/0/kernel". `jr.check` and
-            `jr.lerp` take it.
+            parameters is a nested dict with the model's paths, "layers/0/kernel". It is what
+            `jr.lerp` takes.
         template: the model without its arrays; static.
     """
 
@@ -207,7 +207,8 @@ class NNXState(Wrapper):
             grads: what `nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(model)` gives, or a nested
                 dict of arrays; or `Gradients`, see `accumulate`.
             model: the module whose variables are taken over. None: the one that `model()` gave. If
-                it gave none, because the gradients come from elsewhere, variables stay.
+                it gave none, because the gradients come from elsewhere, variables stay; with a new
+                one, `model=state.model()`, they stay always.
 
         Raises:
             TypeError: if the gradients are neither.
