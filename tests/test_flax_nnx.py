@@ -379,3 +379,12 @@ def test_a_state_says_what_it_is(fresh):
     assert int(fresh.skipped) == 0
     with pytest.raises(AttributeError, match="'NNXState' object has no attribute 'nothing'"):
         _ = fresh.nothing
+
+
+def test_strict_promotion_and_without_jit():
+    state = jr.flax.NNXState.create(Plain(nnx.Rngs(0)), SGD)
+    _, wanted = jax.jit(train_step)(state, X)
+    with jax.numpy_dtype_promotion("strict"), jax.disable_jit():
+        new, loss = train_step(state, X)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    assert int(new.step) == 1
