@@ -243,11 +243,11 @@ def _checked(
     state: TrainState, series: Sequence[Mapping[str, Any]], argument: str
 ) -> list[list[jax.Array]]:
     """For each series its arrays of the trained leaves, in the tree's order and arenas' dtypes."""
-    plan = state.plan
+    plan, known = state.plan, set(packed.all_paths(state.plan))
     faults = [
         f"{path!r} is not a leaf of the parameters"
         for path in dict.fromkeys(path for own in series for path in own)
-        if path not in packed.all_paths(plan)
+        if path not in known
     ]
     for own in series:
         for leaf in plan.leaves:

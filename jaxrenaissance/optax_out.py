@@ -24,7 +24,7 @@ from .packed import listed
 from .paths import path_string
 from .plan import NO_TRUST
 from .step import Arenas
-from .train_state import TrainState, refuse_members
+from .train_state import TrainState
 from .transform import Selection, State
 
 
@@ -49,11 +49,18 @@ def to_optax(state: TrainState, tx: Any) -> tuple[Any, Any]:
         (params, opt_state): the parameters in full precision, in the dtypes that were given.
 
     Raises:
+        TypeError: if the state is none.
         ValueError: if tx keeps no moments of a trained leaf, twice of one, or of another kind or
             shape (names the paths); for `jr.lars` in its default form; for a running cycle
             where tx has no `MultiSteps`.
     """
-    refuse_members(state.ints, "to_optax", "params")
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state: expected a TrainState, got a {type(state).__name__}")
+    if state.ints.ndim != 1:
+        raise ValueError(
+            f"state: it holds {state.ints.shape[:-1]} members, made by jax.vmap. Take one at a "
+            "time: jax.tree.map(lambda x: x[0], state)"
+        )
     params = state.params
     filler = _Filler(state)
     opt_state = mapped(tx.init(params), filler.fill)

@@ -705,7 +705,11 @@ class TrainState:
                 f"like: expected a TrainState, or jax.eval_shape(lambda: TrainState.create(…)), "
                 f"got a {type(like).__name__}"
             )
-        like._check_single("from_leaves")
+        if like.ints.ndim != 1:
+            raise ValueError(
+                f"like: it holds {like.ints.shape[:-1]} members, made by jax.vmap. Restore one at "
+                "a time, from jax.tree.map(lambda x: x[0], leaves)"
+            )
         new = checkpoint.from_leaves(leaves, like._contents)
         return dataclasses.replace(
             like,

@@ -386,6 +386,8 @@ def test_a_state_of_members_is_an_error():
     )
     with pytest.raises(ValueError, match=r"to_leaves: .*jax.vmap"):
         states.to_leaves()
+    with pytest.raises(ValueError, match=r"like: it holds \(2,\) members"):
+        jr.TrainState.from_leaves(one.to_leaves(), states)
     leaves = jax.vmap(lambda state: state.to_leaves())(states)
     again = jr.TrainState.from_leaves(jax.tree.map(lambda x: x[1], leaves), one)
     assert_trees_equal(again.to_leaves(host=True), one.to_leaves(host=True))

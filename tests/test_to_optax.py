@@ -121,7 +121,14 @@ def test_what_has_no_place_is_an_error(optimizer, tx, message):
         jr.to_optax(state, tx)
 
 
-def test_members_are_an_error():
+def test_members_are_taken_one_at_a_time():
     states = jax.vmap(lambda rate: jr.TrainState.create(tree(), jr.sgd(rate)))(jnp.ones(2))
-    with pytest.raises(ValueError, match=r"to_optax: .*jax.vmap"):
+    with pytest.raises(ValueError, match=r"state: it holds \(2,\) members"):
         jr.to_optax(states, optax.sgd(RATE))
+    params, _ = jr.to_optax(jax.tree.map(lambda x: x[0], states), optax.sgd(RATE))
+    assert_trees_equal(params, tree())
+
+
+def test_what_is_no_state_is_an_error():
+    with pytest.raises(TypeError, match="state: expected a TrainState, got a dict"):
+        jr.to_optax(tree(), optax.sgd(0.1))
