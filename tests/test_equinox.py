@@ -51,7 +51,7 @@ def followed():
 
 
 def test_optax_contract(followed):
-    assert_close(by_optax(adamw(backend="cpu")), followed)
+    assert_close(by_optax(adamw()), followed)
 
 
 def test_partition_and_combine(backend, followed):
@@ -82,7 +82,7 @@ def test_a_state_goes_through_filter_jit():
         return state.apply_gradients(grads), loss
 
     for rate in (0.0, 0.1):  # Another number is not another program.
-        state = jr.TrainState.create(PARAMS, jr.sgd(rate, backend="cpu"))
+        state = jr.TrainState.create(PARAMS, jr.sgd(rate))
         state, _ = step(X, state, REST)
         assert int(state.step) == 1
     assert len(traced) == 1
@@ -103,7 +103,7 @@ def test_biases_are_told_from_weights_by_name():
     model = {"conv": conv, "norm": eqx.nn.LayerNorm(4), "mlp": PARAMS}
     state = jr.TrainState.create(
         eqx.filter(model, eqx.is_inexact_array),
-        jr.adamw(0.1, weight_decay=0.1, mask="weights", backend="cpu"),
+        jr.adamw(0.1, weight_decay=0.1, mask="weights"),
     )
     undecayed = {leaf.path for leaf in state.plan.leaves if leaf.region in jr.BIAS_LIKE}
     assert undecayed == {
@@ -118,7 +118,7 @@ def test_biases_are_told_from_weights_by_name():
 def test_frozen_layers_by_a_tree_of_bools():
     trainable = jax.tree.map(lambda _: False, PARAMS)
     trainable = eqx.tree_at(lambda m: m.layers[-1].weight, trainable, True)
-    state = jr.TrainState.create(PARAMS, jr.sgd(0.5, backend="cpu"), trainable=trainable)
+    state = jr.TrainState.create(PARAMS, jr.sgd(0.5), trainable=trainable)
     grads = jax.tree.map(jnp.ones_like, PARAMS)
     new = state.apply_gradients(grads).params
     np.testing.assert_array_equal(new.layers[0].weight, PARAMS.layers[0].weight)
@@ -139,7 +139,7 @@ def test_batch_statistics_in_extra():
 
     model, stats = eqx.nn.make_with_state(Normed)(jax.random.key(0))
     params, rest = eqx.partition(model, eqx.is_inexact_array)
-    state = jr.TrainState.create(params, jr.sgd(0.1, backend="cpu"), extra=stats)
+    state = jr.TrainState.create(params, jr.sgd(0.1), extra=stats)
 
     def forward(model, x, stats):
         call = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))

@@ -18,7 +18,7 @@ X = jnp.asarray(RNG.normal(size=(32, 2)), jnp.float32)
 Y = jnp.asarray(RNG.normal(size=(32, 4)), jnp.float32)
 STEPS = 4
 
-adam = functools.partial(jr.adam, 0.05, backend="cpu")
+adam = functools.partial(jr.adam, 0.05)
 
 
 def make_model(seed=0):
@@ -134,7 +134,7 @@ def test_a_learning_rate_for_each_kind_of_parameter():
     kinds = nnx.map_state(lambda path, _: path[-1], nnx.state(make_model(), nnx.Param))
     fast, slow = optax.adam(0.05), optax.adam(0.005)
     wanted = theirs(optax.partition({"bias": fast, "kernel": slow}, kinds))
-    both = {"bias": adam(), "kernel": jr.adam(0.005, backend="cpu")}
+    both = {"bias": adam(), "kernel": jr.adam(0.005)}
     assert_close(theirs(optax.partition(both, kinds)), wanted)
     # One launch instead of an optimizer for each.
     assert_close(ours(adam(groups=[jr.Group("*/kernel", scale=0.1)])).params, wanted)
@@ -151,7 +151,7 @@ def test_gradient_accumulation():
 def test_gradient_clipping_and_a_schedule():
     schedule = optax.cosine_decay_schedule(0.5, STEPS)
     wanted = theirs(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(schedule)))
-    assert_close(ours(jr.sgd(schedule, max_norm=0.1, backend="cpu")).params, wanted)
+    assert_close(ours(jr.sgd(schedule, max_norm=0.1)).params, wanted)
 
 
 def test_arguments_of_a_line_search_pass_through():
@@ -173,7 +173,7 @@ def test_arguments_of_a_line_search_pass_through():
         search_step(model, optimizer, X, Y)
         return params(model)
 
-    assert_close(searched(jr.sgd(3.0, backend="cpu")), searched(optax.sgd(3.0)))
+    assert_close(searched(jr.sgd(3.0)), searched(optax.sgd(3.0)))
 
 
 def test_an_optimizer_made_from_shapes_alone(plain):

@@ -36,7 +36,7 @@ class Net(nn.Module):
 MODEL = Net()
 VARIABLES = jax.jit(lambda: MODEL.init(jax.random.key(0), X, train=False))()
 PARAMS, STATS = VARIABLES["params"], VARIABLES["batch_stats"]
-SGD = jr.sgd(0.5, backend="cpu")
+SGD = jr.sgd(0.5)
 
 
 class Theirs(train_state.TrainState):
@@ -112,13 +112,13 @@ def test_trains_as_flax_with_optax(backend, followed):
 
 def test_is_a_few_buffers():
     # Weights, two moments, two of scalars, statistics, the key.
-    state = made(Ours, jr.adam(0.1, backend="cpu"))
+    state = made(Ours, jr.adam(0.1))
     assert len(jax.tree.leaves(state)) == 7
     assert [field.name for field in dataclasses.fields(Ours)] == ["core", "apply_fn", "key"]
 
 
 def test_the_functions_own_names():
-    state = plain(jr.adam(0.1, backend="cpu"))
+    state = plain(jr.adam(0.1))
     assert state.apply_fn == MODEL.apply
     assert_trees_equal(state.params, PARAMS)
     assert state.batch_stats is None
@@ -133,7 +133,7 @@ def test_the_functions_own_names():
 def test_optimizers_of_other_numbers_share_a_compiled_step():
     step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
     for rate in (0.25, 0.5):
-        new = step(plain(jr.sgd(rate, backend="cpu")), ones_like(PARAMS))
+        new = step(plain(jr.sgd(rate)), ones_like(PARAMS))
         assert new.params["Dense_1"]["bias"].tolist() == [-rate]
     assert step._cache_size() == 1
 
@@ -144,7 +144,6 @@ def test_an_average_skips_and_a_loss_scale_are_there_by_name():
         ema_decay=0.75,
         loss_scale=jr.StaticLossScale(4.0),
         metrics=("grad_norm",),
-        backend="cpu",
     )
     state = plain(tx, batch_stats=STATS, ema_extra=True)
     assert float(state.scale_loss(jnp.float32(3))) == 12
@@ -174,7 +173,7 @@ def test_a_skipped_step_keeps_its_statistics_back():
 
 
 def test_replace_packs_again():
-    state = made(Ours, jr.sgd(0.5, momentum=0.5, backend="cpu"))
+    state = made(Ours, jr.sgd(0.5, momentum=0.5))
     moved = state.apply_gradients(grads=ones_like(PARAMS))
     new = moved.replace(
         params=ones_like(PARAMS),
@@ -206,7 +205,7 @@ def test_what_replace_cannot_take():
 
 
 def test_methods_of_the_core_give_the_subclass_back():
-    state = made(Ours, jr.adam(0.5, backend="cpu"))
+    state = made(Ours, jr.adam(0.5))
     grads = ones_like(PARAMS)
     sums = state.accumulate(state.zero_gradients(), grads)
     for new in (
@@ -295,7 +294,7 @@ def test_pickles():
 
 
 def test_serialization_of_flax_goes_by_path():
-    adam = jr.adam(0.1, backend="cpu")
+    adam = jr.adam(0.1)
     state = plain(adam, batch_stats=STATS)
     state = state.apply_gradients(grads=ones_like(PARAMS), batch_stats=ones_like(STATS))
     data = serialization.to_bytes(state)

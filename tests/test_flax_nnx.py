@@ -104,7 +104,7 @@ def test_trains_as_nnx_with_optax(model, backend):
 
 
 def test_is_a_few_buffers(model):
-    state = jr.flax.NNXState.create(model, jr.adamw(0.1, mask=True, backend="cpu"))
+    state = jr.flax.NNXState.create(model, jr.adamw(0.1, mask=True))
     # Weights, two moments, two of scalars; statistics; key and count of the dropout, calls.
     assert len(jax.tree.leaves(state)) == 5 + 1 + 3
 
@@ -124,7 +124,7 @@ class Holder(nnx.Module):
         self.held = held
 
 
-SGD = jr.sgd(1.0, backend="cpu")
+SGD = jr.sgd(1.0)
 
 
 def counting(model, value):
@@ -140,7 +140,7 @@ def gradients(model, value=0.5):
 
 @pytest.fixture(scope="module")
 def state(model):
-    return jr.flax.NNXState.create(model, jr.sgd(0.5, backend="cpu"))
+    return jr.flax.NNXState.create(model, jr.sgd(0.5))
 
 
 # Equal states that know nothing of modules which other tests took from the first.
@@ -279,7 +279,7 @@ def test_parameters_that_wrt_leaves_out_stay_as_they_are():
             return self.layer(x)
 
     model = WithBase(nnx.Rngs(0))
-    state = jr.flax.NNXState.create(model, jr.adam(0.1, backend="cpu"), wrt=nnx.LoRAParam)
+    state = jr.flax.NNXState.create(model, jr.adam(0.1), wrt=nnx.LoRAParam)
     assert [leaf.path for leaf in state.plan.leaves] == ["layer/lora/lora_a", "layer/lora/lora_b"]
     made = state.model()
     grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(made, X)
@@ -306,7 +306,7 @@ def test_compute_dtype_is_of_the_parameters_in_the_step(model):
 
 
 def test_averages_for_evaluation(model):
-    optimizer = jr.sgd(0.5, ema_decay=0.75, backend="cpu")
+    optimizer = jr.sgd(0.5, ema_decay=0.75)
     state = jr.flax.NNXState.create(model, optimizer, ema_extra=True)
     made = counting(state.model(), 4.0)
     state = state.apply_gradients(gradients(made))
@@ -325,7 +325,7 @@ def test_sums_of_micro_batches():
 
 
 def test_seeds_under_vmap_and_a_step_under_scan():
-    optimizer = jr.adam(0.1, backend="cpu")
+    optimizer = jr.adam(0.1)
 
     def train(key):
         state = jr.flax.NNXState.create(Plain(nnx.Rngs(key)), optimizer)
@@ -343,7 +343,7 @@ def test_equal_models_share_a_compiled_step():
     step = jax.jit(lambda s, g: s.apply_gradients(g))
     for rate in (1.0, 2.0):
         model = Plain(nnx.Rngs(int(rate)))
-        step(jr.flax.NNXState.create(model, jr.sgd(rate, backend="cpu")), gradients(model))
+        step(jr.flax.NNXState.create(model, jr.sgd(rate)), gradients(model))
     assert step._cache_size() == 1
 
 
@@ -369,7 +369,7 @@ def test_a_checkpoint_restores_into_another_model(fresh):
     made = counting(fresh.model(), 3.0)
     saved = fresh.apply_gradients(gradients(made))
     leaves = saved.to_leaves(host=True)
-    other = jr.flax.NNXState.create(Model(nnx.Rngs(7)), jr.sgd(0.5, backend="cpu"))
+    other = jr.flax.NNXState.create(Model(nnx.Rngs(7)), jr.sgd(0.5))
     assert_models_close(other.restore(leaves).model(), saved.model())
     assert int(other.restore(leaves).step) == 1
 

@@ -66,7 +66,7 @@ def followed():
 @pytest.mark.parametrize("make", [jr.flax.Optimizer, nnx.Optimizer])
 def test_trains_as_with_optax(make, followed):
     model = Model(nnx.Rngs(0))
-    tx = jr.adamw(0.1, weight_decay=0.1, mask=True, backend="cpu")
+    tx = jr.adamw(0.1, weight_decay=0.1, mask=True)
     optimizer = make(model, tx, wrt=nnx.Param)
     for i in range(3):
         with count_compilations() as compiled:
@@ -78,7 +78,7 @@ def test_trains_as_with_optax(make, followed):
 
 def test_weights_changed_from_outside_count():
     model = Model(nnx.Rngs(0))
-    optimizer = jr.flax.Optimizer(model, jr.sgd(0.5, backend="cpu"))
+    optimizer = jr.flax.Optimizer(model, jr.sgd(0.5))
     model.last.bias[...] = jnp.full(1, 7.0)
     optimizer.update(model, ones(model))
     assert model.last.bias[...].tolist() == [6.5]
@@ -92,7 +92,6 @@ def test_what_only_works_in_place_works_here():
         loss_scale=jr.StaticLossScale(4.0),
         accumulate=jr.Accumulate(2),
         metrics=("grad_norm",),
-        backend="cpu",
     )
     optimizer = jr.flax.Optimizer(model, tx)
     assert float(optimizer.scale_loss(jnp.float32(2))) == 8
@@ -109,7 +108,7 @@ def test_what_only_works_in_place_works_here():
 
 def test_a_bad_gradient_changes_nothing():
     model = Model(nnx.Rngs(0))
-    optimizer = jr.flax.Optimizer(model, jr.adam(0.1, backend="cpu"))
+    optimizer = jr.flax.Optimizer(model, jr.adam(0.1))
     before, grads = params(model), ones(model)
     grads["last"]["bias"].set_value(jnp.asarray([jnp.nan]))
     optimizer.update(model, grads)
@@ -120,7 +119,7 @@ def test_a_bad_gradient_changes_nothing():
 
 def test_another_number_compiles_nothing():
     model = Model(nnx.Rngs(0))
-    optimizer = jr.flax.Optimizer(model, jr.sgd(0.5, backend="cpu"))
+    optimizer = jr.flax.Optimizer(model, jr.sgd(0.5))
     train_step(model, optimizer, X)
     optimizer.replace_hyperparams(learning_rate=0.0)
     before = params(model)
@@ -134,14 +133,14 @@ def test_what_does_not_match_is_named():
     model = Model(nnx.Rngs(0))
     with pytest.raises(TypeError, match="got an optax transformation"):
         jr.flax.Optimizer(model, optax.adam(0.1))
-    optimizer = jr.flax.Optimizer(model, jr.sgd(0.5, backend="cpu"))
+    optimizer = jr.flax.Optimizer(model, jr.sgd(0.5))
     with pytest.raises(ValueError, match="'norm/bias' is missing"):
         optimizer.update(model, {"norm": {"scale": jnp.ones(3)}})
 
 
 def test_names_of_variables_and_of_their_arrays_choose_the_same():
     group = jr.Group("*/bias", weight_decay=0.0)
-    tx = jr.adamw(0.1, weight_decay=0.1, groups=[group], backend="cpu")
+    tx = jr.adamw(0.1, weight_decay=0.1, groups=[group])
     state = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
     plans = [build_plan(tree, tx.selection) for tree in (state, nnx.as_pure(state))]
     ours = [[(x.path, x.region, x.group) for x in plan.leaves] for plan in plans]
