@@ -10,11 +10,10 @@ random batches; kernels in bfloat16 on every side but for the MLP. "ours" is `Tr
 non-finite gradients, which optax does not. "optax split" is what Flax advises where `nnx.jit` costs
 too much.
 
-`step_us` is of calls that follow each other, `host_us` of a call alone while the device is idle,
-`compile_s` of tracing and compiling. Sides compile in the order of the table, and on a GPU the
-later ones find kernels that were tuned for the earlier: to compare, run each in a process of its
-own, by `--sides`. `peak_mib` is what XLA says that a step needs at once, the batch and the state
-included.
+`step_us` is of calls that follow each other, `host_us` of a call alone while the device is idle.
+`compile_s` is of tracing and compiling. Every side compiles once before, since on a GPU that tunes
+matrix products and convolutions, for all sides alike and for the rest of the process. `peak_mib` is
+what XLA says that a step needs at once, the batch and the state included.
 `loss_difference` is the largest relative one to optax's over the first steps, whose losses are
 written with the rows.
 """
@@ -47,6 +46,9 @@ def bench(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     wanted = args.sides and args.sides.split(",")
     makers = MODELS[model](args.quick)
     sides = {name: make() for name, make in makers.items() if not wanted or name in wanted}
+    for side in sides.values():
+        side.compile()
+    jax.clear_caches()
     compiled = {name: side.compile() for name, side in sides.items()}
     losses = {name: loss_curve(side, args.losses) for name, side in sides.items()}
     times = alternate(sides, rounds=args.rounds, seconds=args.seconds)
