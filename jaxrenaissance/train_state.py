@@ -679,9 +679,9 @@ class TrainState:
     def from_leaves(leaves: Any, like: "TrainState") -> "TrainState":
         """The state that `to_leaves` was called on, under the plan of another.
 
-        It goes on bit for bit as the one that was saved; but the norms and trust ratios by leaf
-        that the last call measured start anew. The plan may differ: regions, masks, groups,
-        `shards`, compute dtypes, the backend.
+        It goes on bit for bit as the one that was saved. Until the next call, `metrics` has 0 for
+        what follows a schedule, and norms and trust ratios by leaf are those of a new state. The
+        plan may differ: regions, masks, groups, `shards`, compute dtypes, the backend.
 
         The checkpoint's numbers win. Where those of `like` differ, one warning through the
         package's logger says which, and `replace_hyperparams` sets them; what the checkpoint has no
