@@ -263,7 +263,6 @@ KEY = jax.eval_shape(lambda: jax.random.key(0))
         1.0,
         "text",
     ],
-    ids=str,
 )
 def test_a_leaf_that_an_arena_cannot_hold(leaf):
     tree = {"a": {"bad": leaf, "good": array(3)}}
@@ -300,7 +299,6 @@ LORA = {
         {"base": {"kernel": False, "scale": False}, "lora": {"a": True, "b": True}},
         {"base": False, "lora": np.True_},
     ],
-    ids=str,
 )
 def test_ways_to_say_what_is_trained(trainable):
     plan = MemoryPlan.build(LORA, trainable=trainable)
@@ -367,7 +365,6 @@ MASKED = {"a": {"bias": array(3), "kernel": array(3, 3)}, "b": {"kernel": array(
         (lambda params: {"a": np.False_, "b": {"kernel": True}}, {"b/kernel"}),
         (lambda params: True, {"a/bias", "a/kernel", "b/kernel"}),
     ],
-    ids=str,
 )
 def test_mask(mask, decayed):
     plan = MemoryPlan.build(MASKED, mask=mask)
@@ -425,7 +422,6 @@ def trusted(plan):
         ({"a": {"bias": True, "kernel": False}, "b": True}, {"a/bias", "b/kernel"}),
         (lambda params: jtu.tree_map(lambda x: x.ndim == 1, params), {"a/bias"}),
     ],
-    ids=str,
 )
 def test_trust_ratio_mask(mask, wanted):
     plan = MemoryPlan.build(MASKED, trust_ratio_mask=mask, mask={"a": True, "b": False})

@@ -256,7 +256,7 @@ def test_members_replan_under_vmap(backend):
 
 def test_what_a_state_cannot_hold_is_named():
     state = stepped("xla")
-    with pytest.raises(ValueError, match=r"new_tree: the leaf 'f' is a .*partition"):
+    with pytest.raises(ValueError, match=r"new_tree: the leaf 'f' is a .*eqx.filter"):
         state.replan({**mlp(), "f": jax.nn.relu})
     tree = {**mlp(), "in": {**mlp()["in"], "bias": jnp.ones(5, int)}}
     with pytest.raises(ValueError, match="'in/bias' has dtype int32, which cannot be trained"):

@@ -197,7 +197,7 @@ def test_leaves_an_arena_cannot_hold_are_refused_by_path():
     params = {"w": jnp.ones(2), "activation": jax.nn.relu}
     with pytest.raises(ValueError, match="'activation'"):
         jr.TrainState.create(params, jr.sgd(0.1))
-    with pytest.raises(ValueError, match=r"params: the leaf 'activation' is a .*partition"):
+    with pytest.raises(ValueError, match=r"params: the leaf 'activation' is a .*eqx.filter"):
         jr.TrainState.create(params, jr.sgd(0.1), trainable="w")
 
 
