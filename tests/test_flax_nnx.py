@@ -103,6 +103,19 @@ def test_trains_as_nnx_with_optax(model, backend):
     assert int(state.step) == int(state.model().calls[...]) == 3
 
 
+def test_goes_on_from_a_loop_with_optax():
+    model = Plain(nnx.Rngs(0))
+    tx = optax.adamw(0.1, weight_decay=0.1)
+    theirs = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    theirs.update(model, gradients(model, 0.5))
+    optimizer = jr.adamw(0.1, weight_decay=0.1, mask=True)
+    state = jr.flax.NNXState.create(model, optimizer, opt_state=theirs.opt_state)
+    assert int(state.step) == 1
+    new = state.apply_gradients(gradients(model, -2.0))
+    theirs.update(model, gradients(model, -2.0))
+    assert_models_close(new.model(), model, rtol=1e-5, atol=1e-6)
+
+
 def test_is_a_few_buffers(model):
     state = jr.flax.NNXState.create(model, jr.adamw(0.1, mask=True))
     # Weights, two moments, two of scalars; statistics; key and count of the dropout, calls.
@@ -288,6 +301,55 @@ def test_parameters_that_wrt_leaves_out_stay_as_they_are():
     changed = {path[-1] for path in before if jnp.any(before[path] != after[path])}
     assert changed == {"lora_b"}  # At first b is zero, so that a has no gradient.
     assert after["layer", "kernel"].dtype == jnp.bfloat16
+
+
+class Trees(nnx.Module):
+    """Variables that hold trees: parameters, statistics, and something that no arena takes."""
+
+    def __init__(self):
+        self.pair = nnx.Param({"a": jnp.ones(3), "b": {"c": jnp.full(2, 2.0)}})
+        self.list = nnx.Param([jnp.ones(2), jnp.ones(())])
+        self.lora = nnx.LoRAParam({"a": jnp.ones(2)})
+        self.seen = nnx.BatchStat({"mean": jnp.zeros(2), "calls": jnp.array(0)})
+        self.stats = nnx.BatchStat({"mean": jnp.zeros(2), "var": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("form", ["state", "nested", "module"])
+def test_variables_that_hold_trees(form):
+    state = jr.flax.NNXState.create(Trees(), SGD, trainable=["pair/*", "lora/a"])
+    assert [leaf.path for leaf in state.plan.leaves] == ["lora/a", "pair/a", "pair/b/c"]
+    assert [leaf.path for leaf in state.core.extra["floats"].plan.leaves] == [
+        "stats/mean",
+        "stats/var",
+    ]
+    made = state.model()
+    grads = gradients(made)
+    if form == "nested":
+        grads = nnx.to_pure_dict(grads)
+    elif form == "module":
+        grads = nnx.merge(nnx.graphdef(made), grads, nnx.state(made, nnx.Not(nnx.Param)))
+    made.seen.set_value({"mean": jnp.full(2, 3.0), "calls": jnp.array(1)})
+    made.stats.set_value({"mean": jnp.full(2, 4.0), "var": jnp.full(2, 5.0)})
+    new = state.apply_gradients(grads, model=made).model()
+    assert isinstance(new.lora, nnx.LoRAParam)
+    values = {path: x.get_value() for path, x in nnx.to_flat_state(nnx.state(new))}
+    assert jax.tree.map(lambda x: x.tolist(), values) == {
+        ("pair",): {"a": [0.5] * 3, "b": {"c": [1.5] * 2}},
+        ("list",): [[1.0] * 2, 1.0],
+        ("lora",): {"a": [0.5] * 2},
+        ("seen",): {"mean": [3.0] * 2, "calls": 1},
+        ("stats",): {"mean": [4.0] * 2, "var": [5.0] * 2},
+    }
+
+
+def test_variables_that_hold_trees_and_that_wrt_leaves_out():
+    state = jr.flax.NNXState.create(Trees(), SGD, wrt=nnx.LoRAParam)
+    assert [leaf.path for leaf in state.plan.leaves] == ["lora/a"]
+    made = state.model()
+    grads = jax.tree.map(jnp.ones_like, nnx.state(made, nnx.LoRAParam))
+    new = state.apply_gradients(grads).model()
+    assert new.lora.get_value()["a"].tolist() == [0.0] * 2
+    assert new.pair.get_value()["b"]["c"].tolist() == [2.0] * 2
 
 
 def test_trainable_goes_inside_of_wrt():

@@ -117,6 +117,33 @@ def test_a_bad_gradient_changes_nothing():
     assert (int(optimizer.step), int(optimizer.core(model).skipped)) == (0, 1)
 
 
+def test_a_checkpoint_restores_in_place():
+    models = [Model(nnx.Rngs(seed)) for seed in (0, 1)]
+    optimizers = [jr.flax.Optimizer(model, jr.adam(0.1, ema_decay=0.5)) for model in models]
+    optimizers[0].update(models[0], ones(models[0]))
+    leaves = optimizers[0].core(models[0]).to_leaves(host=True)
+    optimizers[1].restore(models[1], leaves)
+    assert int(optimizers[1].step) == 1
+    assert_close(params(models[1]), params(models[0]))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.update(model, jax.tree.map(lambda x: -3 * x, ones(model)))
+    assert_close(params(models[1]), params(models[0]))
+    averages = [params(o.ema_model(m)) for m, o in zip(models, optimizers, strict=True)]
+    assert_close(averages[1], averages[0])
+
+
+def test_variables_that_hold_trees():
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.pair = nnx.Param({"a": jnp.ones(3), "b": {"c": jnp.ones(2)}})
+
+    model = Pair()
+    optimizer = jr.flax.Optimizer(model, jr.sgd(0.5))
+    optimizer.update(model, ones(model))
+    optimizer.update(model, nnx.to_pure_dict(ones(model)))
+    assert model.pair.get_value()["b"]["c"].tolist() == [0.0, 0.0]
+
+
 def test_another_number_compiles_nothing():
     model = Model(nnx.Rngs(0))
     optimizer = jr.flax.Optimizer(model, jr.sgd(0.5))
@@ -133,6 +160,8 @@ def test_what_does_not_match_is_named():
     model = Model(nnx.Rngs(0))
     with pytest.raises(TypeError, match="got an optax transformation"):
         jr.flax.Optimizer(model, optax.adam(0.1))
+    with pytest.raises(ValueError, match=r"wrt: .*LoRAParam.* selects no variable"):
+        jr.flax.Optimizer(model, jr.sgd(0.5), wrt=nnx.LoRAParam)
     optimizer = jr.flax.Optimizer(model, jr.sgd(0.5))
     with pytest.raises(ValueError, match="'norm/bias' is missing"):
         optimizer.update(model, {"norm": {"scale": jnp.ones(3)}})

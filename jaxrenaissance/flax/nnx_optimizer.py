@@ -13,7 +13,7 @@ from ..hyperparams import Number
 from ..plan import Rules, Stacked
 from ..train_state import TrainState
 from ..transform import Optimizer as CoreOptimizer
-from .nnx_trees import flat_values, gradient_tree
+from .nnx_trees import Path, check_selected, flat_values, gradient_tree
 
 
 class Optimizer(nnx.Pytree):
@@ -51,7 +51,7 @@ class Optimizer(nnx.Pytree):
 
     Raises:
         TypeError: if the optimizer is not one of this package's.
-        ValueError: as `jr.TrainState.create`.
+        ValueError: if `wrt` selects nothing, or as `jr.TrainState.create`.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Optimizer(nnx.Pytree):
     ) -> None:
         check_optimizer(tx)
         self.wrt = wrt
+        check_selected(self._flat(model), wrt)
         core = TrainState.create(self._params(model), tx, rules=rules, stacked=stacked)
         leaves, self._treedef = jax.tree.flatten(dataclasses.replace(core, weights=()))
         self._buffers = nnx.data([nnx.OptState(x) for x in leaves])
@@ -86,7 +87,9 @@ class Optimizer(nnx.Pytree):
     def update(self, model: Any, grads: Any) -> None:
         """Updates the model's variables and the optimizer's, in place.
 
-        With `skip_nonfinite` both stay as they are where a gradient is not finite.
+        With `skip_nonfinite` both stay as they are where a gradient is not finite. Other variables
+        of the model are not the optimizer's: the forward pass has set them, and batch statistics
+        that are not finite either stay in the model. `NNXState` holds them back.
 
         Args:
             model: the module, with the variables that the optimizer was made for.
@@ -98,8 +101,7 @@ class Optimizer(nnx.Pytree):
             ValueError: if model or gradients do not match; names the paths.
         """
         core = self.core(model)
-        paths = tuple(flat_values(nnx.state(model, self.wrt)))
-        core = core.apply_gradients(gradient_tree(grads, paths, ()))
+        core = core.apply_gradients(gradient_tree(grads, self._flat(model), {}))
         nnx.update(model, core.params)
         self._keep(core)
 
@@ -112,6 +114,29 @@ class Optimizer(nnx.Pytree):
             ValueError: if the model does not match; names the paths.
         """
         return self._scalars.replace(params=self._params(model))
+
+    def restore(self, model: Any, leaves: Any) -> None:
+        """Sets the model's variables and the optimizer's from a checkpoint, in place.
+
+        >>> import jaxrenaissance as jr
+        >>> import jaxrenaissance.flax
+        >>> from flax import nnx
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> optimizer = jr.flax.Optimizer(model, jr.adam(0.1))
+        >>> leaves = optimizer.core(model).to_leaves(host=True)
+        >>> optimizer.restore(model, leaves)
+
+        Args:
+            model: the module, with the variables that the optimizer was made for.
+            leaves: from `optimizer.core(model).to_leaves()`. Variables that are not trained (batch
+                statistics, random counts) are not among them.
+
+        Raises:
+            TypeError, ValueError: as `jr.TrainState.from_leaves`.
+        """
+        core = TrainState.from_leaves(leaves, like=self.core(model))
+        nnx.update(model, core.params)
+        self._keep(core)
 
     def ema_model(self, model: Any) -> Any:
         """A copy of the module whose trained variables are their moving average.
@@ -143,4 +168,7 @@ class Optimizer(nnx.Pytree):
             variable.set_value(value)
 
     def _params(self, model: Any) -> Any:
-        return unflatten_dict(flat_values(nnx.state(model, self.wrt)))
+        return unflatten_dict(self._flat(model))
+
+    def _flat(self, model: Any) -> dict[Path, Any]:
+        return flat_values(nnx.state(model, self.wrt))

@@ -18,8 +18,16 @@ from ..packed import Packed
 from ..plan import Rules, Stacked
 from ..train_state import TrainState
 from ..transform import Optimizer
-from .nnx_trees import Path, fits_an_arena, flat_values, gradient_tree, trained_tree
-from .wrapper import Wrapper
+from .nnx_trees import (
+    Path,
+    at,
+    check_selected,
+    fits_an_arena,
+    flat_values,
+    gradient_tree,
+    trained_tree,
+)
+from .wrapper import Wrapper, create_core
 
 
 class _Paths(NamedTuple):
@@ -123,6 +131,7 @@ class NNXState(Wrapper):
         stacked: Stacked | None = None,
         trainable: Any = None,
         ema_extra: bool = False,
+        opt_state: Any = None,
     ) -> "NNXState":
         """A state that starts from this model, whose arrays are copied: the model stays as it is.
 
@@ -139,6 +148,8 @@ class NNXState(Wrapper):
             compute_dtype, rules, stacked: as in `jr.TrainState.create`.
             trainable: which of the variables that `wrt` selects are trained, likewise.
             ema_extra: whether the packed variables are averaged, too, likewise.
+            opt_state: `optimizer.opt_state` of an `nnx.Optimizer` around optax's optimizer, where a
+                run moves here in mid-training: see `jr.from_optax`.
 
         Raises:
             TypeError: if the model is no module, or the optimizer not one of this package's.
@@ -149,16 +160,15 @@ class NNXState(Wrapper):
         check_optimizer(tx)
         graphdef, *states = nnx.split(model, wrt, nnx.Param, fits_an_arena, ...)
         trained, frozen, floats, rest = map(flat_values, states)
-        if not trained:
-            raise ValueError(f"wrt: the filter {wrt!r} selects no variable of the model")
-        tree = unflatten_dict({**trained, **frozen})
-        core = TrainState.create(
-            tree,
+        check_selected(trained, wrt)
+        core = create_core(
+            unflatten_dict({**trained, **frozen}),
             tx,
+            nnx.as_pure(opt_state),
             compute_dtype=compute_dtype,
             rules=rules,
             stacked=stacked,
-            trainable=trained_tree(tree, tuple(trained), trainable),
+            trainable=trained_tree(trained, frozen, trainable),
             extra={
                 "floats": Packed(unflatten_dict(floats), backend=tx.spec.backend),
                 "rest": unflatten_dict(rest),
@@ -182,7 +192,15 @@ class NNXState(Wrapper):
         params = self.core.params if full_precision else self.core.compute_params
         # What a module holds outside of jit outlives the state's donation.
         rest = copy(self.core.extra["rest"])
-        model = nnx.merge(self.template.graphdef, params, self.core.extra["floats"].tree, rest)
+        paths = self.template.paths
+        places = (
+            (params, paths.trained + paths.frozen),
+            (self.core.extra["floats"].tree, paths.floats),
+            (rest, paths.rest),
+        )
+        # By path, as a dict inside may be the value of a Variable.
+        values = [(path, at(tree, path)) for tree, own in places for path in own]
+        model = nnx.merge(self.template.graphdef, nnx.FlatState(values, sort=True))
         self._given.append(weakref.ref(model))
         return model
 
@@ -247,8 +265,11 @@ class NNXState(Wrapper):
         return new
 
     def _tree(self, grads: Any) -> Any:
-        paths = self.template.paths
-        return gradient_tree(grads, paths.trained, paths.frozen)
+        paths, frozen = self.template.paths, {}
+        if paths.frozen:
+            nothing = jtu.tree_unflatten(self.plan.treedef, [None] * len(self.plan.trained))
+            frozen = {path: at(nothing, path) for path in paths.frozen}
+        return gradient_tree(grads, paths.trained, frozen)
 
     def _changed(self, model: Any) -> dict[str, Any]:
         """The argument `extra` for the core: what the model has now, or nothing."""

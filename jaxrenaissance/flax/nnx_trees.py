@@ -1,6 +1,8 @@
 """Variables of an NNX model as nested dicts of arrays, and which of them go where."""
 
-from collections.abc import Mapping, Sequence
+import functools
+import operator
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -15,58 +17,78 @@ Path = tuple[Any, ...]
 
 
 def flat_values(tree: Any) -> dict[Path, Any]:
-    """Path → array, of a module, a State, or a nested dict; Variables stand for their values."""
-    if isinstance(tree, nnx.Pytree):
-        tree = nnx.state(tree)
-    if isinstance(tree, nnx.State):
-        tree = nnx.to_pure_dict(tree)
-    values = flatten_dict(tree)
-    return {path: x.get_value() if isinstance(x, nnx.Variable) else x for path, x in values.items()}
+    """Path → value, of the Variables of a module or a State: an array, or a tree of arrays."""
+    state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
+    return {path: _value(x) for path, x in nnx.to_flat_state(state)}
+
+
+def at(tree: Any, path: Path) -> Any:
+    """What a nested dict has at a path."""
+    return functools.reduce(operator.getitem, path, tree)
+
+
+def check_selected(selected: Mapping[Path, Any], wrt: Any) -> None:
+    """Raises a ValueError where a filter of NNX selects nothing to train."""
+    if not selected:
+        raise ValueError(f"wrt: the filter {wrt!r} selects no variable of the model")
 
 
 def fits_an_arena(path: Path, variable: Any) -> bool:
-    """A filter of NNX: whether a Variable or an array holds floats that an arena holds."""
-    value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape is None or dtype is None:
-        return False
-    return arena_dtype(jax.ShapeDtypeStruct(shape, dtype)) is not None
+    """A filter of NNX: whether a Variable or an array holds floats alone, as an arena does."""
+    leaves = jtu.tree_leaves(_value(variable))
+    return bool(leaves) and all(
+        hasattr(x, "shape")
+        and hasattr(x, "dtype")
+        and arena_dtype(jax.ShapeDtypeStruct(x.shape, x.dtype)) is not None
+        for x in leaves
+    )
 
 
-def trained_tree(params: Any, trained: Sequence[Path], trainable: Any) -> Any:
-    """The tree of bools that `TrainState.create` takes as `trainable`, or None where all are.
+def trained_tree(trained: Mapping[Path, Any], frozen: Mapping[Path, Any], trainable: Any) -> Any:
+    """The `trainable` that `TrainState.create` takes for both together.
 
     Args:
-        params: a nested dict of arrays.
-        trained: the paths that the filter `wrt` selects.
-        trainable: which of these are, as `TrainState.create` takes it.
+        trained: the Variables' values that the filter `wrt` selects.
+        frozen: those of the parameters that it does not select.
+        trainable: which of the trained are, as `TrainState.create` takes it.
     """
-    own = {path: x for path, x in flatten_dict(params).items() if path in set(trained)}
-    if len(own) == len(jtu.tree_leaves(params)):
+    if not frozen:
         return trainable
-    tree = unflatten_dict(own)
+    tree = unflatten_dict(dict(trained))
     found = jtu.tree_leaves_with_path(tree)
     flags = select_trained(
         trainable, tree, [path_string(key_path) for key_path, _ in found], [x for _, x in found]
     )
-    chosen = flatten_dict(jtu.tree_structure(tree).unflatten(flags))
-    return unflatten_dict({path: chosen.get(path, False) for path in flatten_dict(params)})
+    chosen = jtu.tree_structure(tree).unflatten(flags)
+    flat = {path: jtu.tree_map(lambda _: False, x) for path, x in frozen.items()}
+    flat |= {path: at(chosen, path) for path in trained}
+    return unflatten_dict(flat)
 
 
-def gradient_tree(grads: Any, trained: Sequence[Path], frozen: Sequence[Path]) -> Any:
+def gradient_tree(grads: Any, trained: Collection[Path], frozen: Mapping[Path, Any]) -> Any:
     """Gradients, in whatever form `nnx.grad` and its like give them, as the core's tree.
 
     Args:
         grads: a State, a nested dict, or a module, whose other variables are left out.
         trained: the paths that the filter `wrt` selects.
-        frozen: those of the parameters that it does not select; None stands there.
+        frozen: what stands at those of the parameters that it does not select.
     """
     if not isinstance(grads, nnx.Pytree | Mapping):
         raise TypeError(
             "grads: expected what nnx.grad gives (a State, or a dict of arrays), got a "
             f"{type(grads).__name__}"
         )
-    values = flat_values(grads)
     if isinstance(grads, nnx.Pytree):
-        values = {path: values[path] for path in trained if path in values}
-    return unflatten_dict({**values, **dict.fromkeys(frozen)})
+        found = flat_values(grads)
+        values = {path: found[path] for path in trained if path in found}
+    else:
+        # A dict may also be the value of a Variable.
+        known = {*trained, *frozen}
+        nested = nnx.to_pure_dict(grads) if isinstance(grads, nnx.State) else grads
+        values = flatten_dict(nested, is_leaf=lambda path, _: path in known)
+        values = {path: _value(x) for path, x in values.items()}
+    return unflatten_dict({**values, **frozen})
+
+
+def _value(x: Any) -> Any:
+    return x.get_value() if isinstance(x, nnx.Variable) else x

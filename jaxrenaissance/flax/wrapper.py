@@ -9,7 +9,9 @@ import jax
 from ..gradients import Gradients
 from ..groups import Match
 from ..hyperparams import Number
+from ..optax_in import from_optax
 from ..train_state import TrainState
+from ..transform import Optimizer
 
 _READ = frozenset(
     {
@@ -29,6 +31,13 @@ _READ = frozenset(
         "trust_ratios",
     }
 )
+
+
+def create_core(params: Any, optimizer: Optimizer, opt_state: Any, **options: Any) -> TrainState:
+    """A core state that starts, or that goes on where an optax loop with this state stands."""
+    if opt_state is None:
+        return TrainState.create(params, optimizer, **options)
+    return from_optax(params, opt_state, optimizer, **options)
 
 
 class Wrapper:
