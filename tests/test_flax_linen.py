@@ -192,12 +192,57 @@ def test_replace_packs_again():
     assert again.params["Dense_1"]["bias"].tolist() == [-0.75]
 
 
+def test_replace_of_several_members():
+    state = jax.vmap(lambda rate: plain(jr.sgd(rate, momentum=0.5)))(jnp.asarray([0.25, 0.5]))
+    one_step = jax.jit(jax.vmap(lambda state: state.apply_gradients(grads=ones_like(PARAMS))))
+    moved = one_step(state)
+    assert moved.replace(step=7).step.tolist() == [7, 7]
+    new = moved.replace(step=jnp.asarray([3, 4]))
+    assert new.step.tolist() == [3, 4]
+    assert new.core.calls.tolist() == [1, 1]
+    again = state.replace(opt_state=moved.opt_state)
+    assert again.step.tolist() == [1, 1]
+    # The momentum is 1.5 after the second gradient of ones.
+    bias = jax.vmap(lambda state: state.params)(one_step(again))["Dense_1"]["bias"]
+    assert bias.tolist() == [[-0.375], [-0.75]]
+
+
+def test_goes_on_from_a_loop_with_optax(followed):
+    tx = jr.adamw(0.1, weight_decay=0.1, mask=True)
+    state = Ours.create(
+        apply_fn=MODEL.apply,
+        params=followed.params,
+        tx=tx,
+        batch_stats=followed.batch_stats,
+        key=followed.key,
+        opt_state=followed.opt_state,
+        compute_dtype=jnp.float32,
+    )
+    assert int(state.step) == 3
+    new, _ = jax.jit(train_step)(state, X)
+    wanted, _ = jax.jit(train_step)(followed, X)
+    assert_close(new.params, wanted.params)
+    assert_close(new.batch_stats, wanted.batch_stats)
+
+
 def test_what_replace_cannot_take():
     state = plain()
     with pytest.raises(ValueError, match="batch_stats: the state has none"):
         state.replace(batch_stats=STATS)
-    with pytest.raises(ValueError, match=r"opt_state: the moments have shapes \[\[\(64,\)\]\]"):
+    with pytest.raises(ValueError, match=r"the moments are mu float32\[64\], wanted none"):
         state.replace(opt_state=jr.sgd(1.0, momentum=0.5).init({"w": jnp.ones(64)}))
+    adam = plain(jr.adam(0.1))
+    with pytest.raises(ValueError, match="the moments are none, wanted mu float32"):
+        adam.replace(opt_state=state.opt_state)
+    halved = jax.tree.map(lambda x: x.astype(jnp.bfloat16), adam.opt_state)
+    with pytest.raises(ValueError, match=r"the moments are mu bfloat16.*, wanted mu float32"):
+        adam.replace(opt_state=halved)
+    with pytest.raises(TypeError, match=r"opt_state: expected a State .*, got a tuple.*create"):
+        adam.replace(opt_state=optax.adam(0.1).init(PARAMS))
+    with pytest.raises(TypeError, match="step: expected an integer, got dtype float32"):
+        state.replace(step=0.5)
+    with pytest.raises(ValueError, match=r"step: has shape \(2,\), wanted \(\)"):
+        state.replace(step=jnp.arange(2))
     with pytest.raises(TypeError, match="nothing"):
         state.replace(nothing=1)
     with pytest.raises(ValueError, match="'Dense_0/kernel' is missing"):

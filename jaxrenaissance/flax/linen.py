@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from flax import serialization, struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
@@ -15,7 +16,7 @@ from ..compute_dtypes import ComputeDtype
 from ..foreign import check_optimizer
 from ..packed import Packed
 from ..plan import Rules, Stacked
-from .wrapper import Wrapper
+from .wrapper import Wrapper, create_core
 
 _KEEP: Any = object()
 
@@ -71,11 +72,11 @@ def _replace(
         params: like the parameters; they are packed, and moments and averages stay.
         batch_stats: like those that `create` was given; they are packed, too.
         opt_state: a `State` like `opt_state`: its moments and its count.
-        step: how many updates have been made.
+        step: how many updates have been made: an int32, or one for each member of several.
         **fields: by name, as in `flax.struct`.
 
     Raises:
-        TypeError: if there is no such field.
+        TypeError: if there is no such field, opt_state is no `State`, or step no integer.
         ValueError: if a tree does not match; names the paths.
     """
     core = fields.pop("core", self.core)
@@ -86,7 +87,7 @@ def _replace(
     if opt_state is not _KEEP:
         core = _with_opt_state(core, opt_state)
     if step is not _KEEP:
-        core = dataclasses.replace(core, ints=core.ints.at[scalars.STEP].set(step))
+        core = _with_step(core, step)
     return dataclasses.replace(self, core=core, **fields)
 
 
@@ -145,6 +146,7 @@ class TrainState(_Extended, struct.PyTreeNode):
         stacked: Stacked | None = None,
         trainable: Any = None,
         ema_extra: bool = False,
+        opt_state: Any = None,
         **fields: Any,
     ) -> Self:
         """A state that starts from these parameters, which are copied.
@@ -156,6 +158,8 @@ class TrainState(_Extended, struct.PyTreeNode):
             batch_stats: a tree of float arrays, `variables["batch_stats"]`, kept in one buffer.
             compute_dtype, rules, stacked, trainable: as in `jr.TrainState.create`.
             ema_extra: whether `batch_stats` are averaged as the weights are, likewise.
+            opt_state: that of optax's optimizer for the same thing, where a run moves here in
+                mid-training: see `jr.from_optax`.
             **fields: of a subclass.
 
         Raises:
@@ -171,9 +175,10 @@ class TrainState(_Extended, struct.PyTreeNode):
                 "keep that collection in a field of a subclass, which apply_gradients replaces"
             )
         packed = None if batch_stats is None else Packed(batch_stats, backend=tx.spec.backend)
-        core = core_state.TrainState.create(
+        core = create_core(
             params,
             tx,
+            opt_state,
             compute_dtype=compute_dtype,
             rules=rules,
             stacked=stacked,
@@ -206,8 +211,7 @@ class TrainState(_Extended, struct.PyTreeNode):
     @property
     def opt_state(self) -> transform.State:
         """The moments as optax's contract has them: arenas, not trees."""
-        mu, nu = (*zip(*self.core.moments, strict=True), (), ())[:2]
-        return transform.State(self.core.step, mu, nu)
+        return _opt_state(self.core)
 
     def apply_gradients(self, *, grads: Any, batch_stats: Any = _KEEP, **fields: Any) -> Self:
         """The state after one step of the optimizer.
@@ -216,6 +220,8 @@ class TrainState(_Extended, struct.PyTreeNode):
             grads: like `params` or `compute_params`, or `Gradients`: see
                 `jr.TrainState.apply_gradients`.
             batch_stats: what they become; where this call's gradients are not finite, they stay.
+                `replace(batch_stats=…)` afterwards, as some loops have it, sets them on a skipped
+                step, too, NaN included.
             **fields: other values of fields, also where the step is skipped.
 
         Raises:
@@ -234,17 +240,41 @@ def _packed_again(core: core_state.TrainState, batch_stats: Any) -> Packed:
     return core.extra.replace(batch_stats)
 
 
-def _with_opt_state(
-    core: core_state.TrainState, opt_state: transform.State
-) -> core_state.TrainState:
-    kept = tuple(series for series in (opt_state.mu, opt_state.nu) if series)
-    moments = tuple(zip(*kept, strict=True)) if kept else core.moments
-    shapes = [[x.shape for x in own] for own in moments]
-    wanted = [[x.shape for x in own] for own in core.moments]
-    if shapes != wanted:
-        raise ValueError(f"opt_state: the moments have shapes {shapes}, wanted {wanted}")
-    ints = core.ints.at[scalars.STEP].set(opt_state.count)
-    return dataclasses.replace(core, moments=moments, ints=ints)
+def _opt_state(core: core_state.TrainState) -> transform.State:
+    mu, nu = (*zip(*core.moments, strict=True), (), ())[:2]
+    return transform.State(core.step, mu, nu)
+
+
+def _with_opt_state(core: core_state.TrainState, opt_state: Any) -> core_state.TrainState:
+    if not isinstance(opt_state, transform.State):
+        raise TypeError(
+            f"opt_state: expected a State like state.opt_state, got a {type(opt_state).__name__}; "
+            "that of an optax optimizer goes to create(…, opt_state=…)"
+        )
+    got, wanted = map(_described, (opt_state, _opt_state(core)))
+    if got != wanted:
+        raise ValueError(f"opt_state: the moments are {got or 'none'}, wanted {wanted or 'none'}")
+    series = [arenas for arenas in (opt_state.mu, opt_state.nu) if arenas]
+    moments = tuple(zip(*series, strict=True)) or core.moments
+    return _with_step(dataclasses.replace(core, moments=moments), opt_state.count)
+
+
+def _described(opt_state: transform.State) -> str:
+    series = zip(("mu", "nu"), opt_state[1:], strict=True)
+    return ", ".join(
+        f"{name} {jnp.result_type(x)}{list(jnp.shape(x))}" for name, own in series for x in own
+    )
+
+
+def _with_step(core: core_state.TrainState, step: Any) -> core_state.TrainState:
+    step = jnp.asarray(step)
+    members = core.step.shape
+    if not jnp.issubdtype(step.dtype, jnp.integer):
+        raise TypeError(f"step: expected an integer, got dtype {step.dtype}")
+    if step.shape not in ((), members):
+        raise ValueError(f"step: has shape {step.shape}, wanted {members}")
+    ints = core.ints.at[..., scalars.STEP].set(step.astype(core.ints.dtype))
+    return dataclasses.replace(core, ints=ints)
 
 
 def _to_state_dict(core: core_state.TrainState) -> Any:
