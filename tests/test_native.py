@@ -31,7 +31,10 @@ def fake_module(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> backends.Nat
     driver = changes.pop("driver", (13, 0))
     module = types.ModuleType("_jaxrenaissance_fake")
     module.__dict__.update(
-        build_info=lambda: info | changes, driver_cuda=lambda: driver, handlers=dict
+        build_info=lambda: info | changes,
+        driver_cuda=lambda: driver,
+        handlers=dict,
+        state_types=dict,
     )
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delenv(native.DISABLE, raising=False)
@@ -182,7 +185,7 @@ def test_handler_that_jaxlib_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = fake_module(monkeypatch)
     monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
     sys.modules[refused.module_name].__dict__["handlers"] = lambda: {"target": {}}
-    with pytest.raises(native.BackendUnavailable, match=r"refused the handler target: incomp"):
+    with pytest.raises(native.BackendUnavailable, match=r"refused to register target: incomp"):
         refused.require()
 
 

@@ -17,12 +17,29 @@ enum class UpdateKind : int { kSgd = 0, kMomentum = 1, kNesterov = 2, kAdam = 3,
 constexpr int kUpdateKinds = 5;
 constexpr int kLeafTypes = 4;
 
-// One leaf. `stride` is the distance in elements between members of a batch; 0 where all members
-// share the leaf.
+// What every execution of a program finds of a leaf. `stride` is the distance in elements between
+// members of a batch; 0 where all members share the leaf.
+struct LeafForm {
+  int64_t stride;
+  LeafType type;
+};
+
 struct Leaf {
   void* data;
   int64_t stride;
   LeafType type;
+};
+
+// Leaves in arena order: their addresses, and their forms, which stay with the program.
+struct Leaves {
+  std::vector<void*> data;
+  const LeafForm* forms;
+
+  bool empty() const { return data.empty(); }
+  int64_t size() const { return static_cast<int64_t>(data.size()); }
+  Leaf operator[](int64_t i) const {
+    return {data[static_cast<size_t>(i)], forms[i].stride, forms[i].type};
+  }
 };
 
 // The scalars of a batch; a stride of 0 shares them.
@@ -45,7 +62,7 @@ struct Layout {
 // Gradients are leaves, or one arena (then `leaves` is empty).
 struct GradientOperands {
   bool from_arena;
-  std::vector<Leaf> leaves;
+  Leaves leaves;
   const void* arena;
   int64_t arena_stride;
 };
@@ -130,7 +147,7 @@ struct LerpOperands {
   int64_t taus_stride;
   std::vector<void*> targets;
   LerpSource source;
-  std::vector<Leaf> leaves;
+  Leaves leaves;
   const void* arena;
   int64_t arena_stride;
 };

@@ -5,7 +5,7 @@
 
 namespace jaxrenaissance {
 
-inline const std::vector<Leaf>* LeavesOf(const GradientOperands& gradients) {
+inline const Leaves* LeavesOf(const GradientOperands& gradients) {
   return gradients.from_arena ? nullptr : &gradients.leaves;
 }
 
@@ -17,7 +17,7 @@ struct UpdateCall {
 
 inline void DecodeRatios(Decoder& decoder, const Layout& layout, const Floats& floats,
                          UpdateOperands& operands) {
-  if (decoder.Attribute<int64_t>("ratios") == 0) return;
+  if (decoder.Attribute(&Attributes::ratios) == 0) return;
   const Floats ratios = decoder.ReadBySegment(layout, floats.is_double);
   operands.ratios = ratios.data;
   operands.ratios_stride = ratios.stride;
@@ -32,14 +32,14 @@ inline UpdateCall DecodeUpdate(Decoder& decoder, int moments) {
   operands.weights = decoder.ReadInPlaceArena(call.layout, 0, "the weights");
   for (int i = 0; i < moments; ++i)
     operands.moments[i] = decoder.ReadInPlaceArena(call.layout, 1 + i, "a moment");
-  if (decoder.Attribute<int64_t>("ema") != 0)
+  if (decoder.Attribute(&Attributes::ema) != 0)
     operands.ema = decoder.ReadInPlaceArena(call.layout, 1 + moments, "the average");
   DecodeRatios(decoder, call.layout, call.floats, operands);
-  operands.gated = decoder.Attribute<int64_t>("gated") != 0;
+  operands.gated = decoder.Attribute(&Attributes::gated) != 0;
   operands.gradients = decoder.Gradients(call.layout);
   decoder.Require(call.floats.is_double || !call.layout.is_double,
                   "float32 scalars beside a float64 arena");
-  decoder.CheckSegments(call.layout, LeavesOf(operands.gradients), call.floats.num_groups);
+  decoder.CheckSegments(LeavesOf(operands.gradients), call.floats.num_groups);
   return call;
 }
 
@@ -48,8 +48,8 @@ struct ChangesCall {
   Layout layout;
   Floats floats;
   UpdateOperands operands;
-  std::vector<Leaf> weights;  // empty where they play no part
-  std::vector<Leaf> changes;
+  Leaves weights;  // empty where they play no part
+  Leaves changes;
 };
 
 // The moments are the first results, the changes the others. Gradients come before weights.
@@ -62,12 +62,13 @@ inline ChangesCall DecodeChanges(Decoder& decoder, int moments) {
     operands.moments[i] = decoder.ReadInPlaceArena(call.layout, i, "a moment");
   DecodeRatios(decoder, call.layout, call.floats, operands);
   call.changes = decoder.ResultLeaves(call.layout, moments);
-  std::vector<Leaf>& gradients = operands.gradients.leaves;
+  Leaves& gradients = operands.gradients.leaves;
   gradients = decoder.RemainingLeaves(call.layout);
-  if (decoder.Attribute<int64_t>("weights") != 0) {
-    const auto middle = gradients.begin() + static_cast<int64_t>(gradients.size() / 2);
-    call.weights.assign(middle, gradients.end());
-    gradients.erase(middle, gradients.end());
+  if (decoder.Attribute(&Attributes::weights) != 0) {
+    const int64_t half = gradients.size() / 2;
+    const auto middle = gradients.data.begin() + half;
+    call.weights = {{middle, gradients.data.end()}, gradients.forms + half};
+    gradients.data.erase(middle, gradients.data.end());
     decoder.Require(call.weights.size() == call.changes.size(),
                     "there are not as many weights as changes");
   }
@@ -75,7 +76,7 @@ inline ChangesCall DecodeChanges(Decoder& decoder, int moments) {
                   "there are not as many gradients as changes");
   decoder.Require(call.floats.is_double || !call.layout.is_double,
                   "float32 scalars beside a float64 arena");
-  decoder.CheckSegments(call.layout, &call.changes, call.floats.num_groups);
+  decoder.CheckSegments(&call.changes, call.floats.num_groups);
   return call;
 }
 
@@ -98,11 +99,11 @@ inline UpdateNormsCall DecodeUpdateNorms(Decoder& decoder, int moments) {
   DecodeRatios(decoder, call.layout, call.floats, operands);
   operands.gradients = decoder.Gradients(call.layout);
   call.workspace = decoder.ResultWorkspace(call.layout, 0);
-  if (decoder.Attribute<int64_t>("direction") != 0)
+  if (decoder.Attribute(&Attributes::direction) != 0)
     call.of_weights = decoder.ResultWorkspace(call.layout, 1).data;
   decoder.Require(call.floats.is_double || !call.layout.is_double,
                   "float32 scalars beside a float64 arena");
-  decoder.CheckSegments(call.layout, LeavesOf(operands.gradients), call.floats.num_groups);
+  decoder.CheckSegments(LeavesOf(operands.gradients), call.floats.num_groups);
   return call;
 }
 
@@ -116,7 +117,7 @@ inline NormsCall DecodeNorms(Decoder& decoder) {
   call.layout = decoder.ReadLayout();
   NormsOperands& operands = call.operands;
   operands.ints = decoder.ReadInPlaceInts(0);
-  const int64_t sums = 1 + decoder.Attribute<int64_t>("weights");
+  const int64_t sums = 1 + decoder.Attribute(&Attributes::weights);
   decoder.Require(sums >= 1 && sums <= kMaxSums, "weights is none of 0, 1 and 2");
   if (sums > 1) {
     const Decoder::Arena weights = decoder.ReadArena(call.layout, "the weights");
@@ -124,11 +125,11 @@ inline NormsCall DecodeNorms(Decoder& decoder) {
     operands.weights_stride = weights.stride;
   }
   operands.gradients = decoder.Gradients(call.layout);
-  operands.first_leaf = static_cast<int32_t>(decoder.Attribute<int64_t>("first_leaf"));
-  operands.flag = decoder.Attribute<int64_t>("flag") != 0;
+  operands.first_leaf = static_cast<int32_t>(decoder.Attribute(&Attributes::first_leaf));
+  operands.flag = decoder.Attribute(&Attributes::flag) != 0;
   for (int64_t k = 0; decoder.ok() && k < sums; ++k)
     operands.workspaces[k] = decoder.ResultWorkspace(call.layout, 1 + k);
-  decoder.CheckSegments(call.layout, LeavesOf(operands.gradients));
+  decoder.CheckSegments(LeavesOf(operands.gradients));
   return call;
 }
 
@@ -139,22 +140,21 @@ inline NormsCall DecodeAccumulate(Decoder& decoder) {
   operands.ints = decoder.ReadInPlaceInts(0);
   operands.accumulator = decoder.ReadInPlaceArena(call.layout, 1, "the accumulator");
   operands.gradients = decoder.Gradients(call.layout);
-  operands.first_leaf = static_cast<int32_t>(decoder.Attribute<int64_t>("first_leaf"));
-  operands.flag = decoder.Attribute<int64_t>("flag") != 0;
-  if (decoder.Attribute<int64_t>("norms") != 0)
+  operands.first_leaf = static_cast<int32_t>(decoder.Attribute(&Attributes::first_leaf));
+  operands.flag = decoder.Attribute(&Attributes::flag) != 0;
+  if (decoder.Attribute(&Attributes::norms) != 0)
     operands.workspaces[0] = decoder.ResultWorkspace(call.layout, 2);
-  decoder.CheckSegments(call.layout, LeavesOf(operands.gradients));
+  decoder.CheckSegments(LeavesOf(operands.gradients));
   return call;
 }
 
 // The workspaces from result `first` on.
 inline Workspaces DecodeWorkspaces(Decoder& decoder, int64_t first) {
   Workspaces workspaces{};
-  const Words segments = decoder.Attribute<Words>("segments");
+  const std::vector<int64_t>& segments = decoder.program().workspace_segments;
   decoder.Require(segments.size() <= kMaxSums * kMaxArenas, "more workspaces than arenas");
   for (size_t k = 0; decoder.ok() && k < segments.size(); ++k) {
-    workspaces.each[k] =
-        decoder.ReadInPlaceWorkspace(segments.begin()[k], first + static_cast<int64_t>(k));
+    workspaces.each[k] = decoder.ReadInPlaceWorkspace(segments[k], first + static_cast<int64_t>(k));
     ++workspaces.count;
   }
   return workspaces;
@@ -176,7 +176,7 @@ inline FinishOperands DecodeFinishOf(Decoder& decoder, FinishKind kind) {
 inline void DecodeSums(Decoder& decoder, int64_t first, FinishOperands& operands) {
   Workspaces& workspaces = operands.workspaces;
   workspaces = DecodeWorkspaces(decoder, first);
-  const int64_t gradients = decoder.Attribute<int64_t>("gradients");
+  const int64_t gradients = decoder.Attribute(&Attributes::gradients);
   decoder.Require(gradients >= 0 && gradients <= kMaxArenas && gradients <= workspaces.count,
                   "more gradients than workspaces");
   workspaces.gradients = static_cast<int>(gradients);
@@ -191,7 +191,7 @@ inline void DecodeSums(Decoder& decoder, int64_t first, FinishOperands& operands
 inline FinishOperands DecodeFinish(Decoder& decoder) {
   FinishOperands operands = DecodeFinishOf(decoder, FinishKind::kGradients);
   operands.ints = decoder.ReadInPlaceInts(1);
-  operands.trust = static_cast<TrustRule>(decoder.Attribute<int64_t>("trust"));
+  operands.trust = static_cast<TrustRule>(decoder.Attribute(&Attributes::trust));
   DecodeSums(decoder, 2, operands);
   int64_t result = 2 + operands.workspaces.count;
   const auto by_segment = [&](void*(&into)[kMaxArenas]) {
@@ -200,7 +200,7 @@ inline FinishOperands DecodeFinish(Decoder& decoder) {
                                         operands.is_double, result++);
     }
   };
-  if (decoder.Attribute<int64_t>("by_segment") != 0) by_segment(operands.norms);
+  if (decoder.Attribute(&Attributes::by_segment) != 0) by_segment(operands.norms);
   if (operands.trust != TrustRule::kNone) by_segment(operands.ratios);
   return operands;
 }
@@ -235,11 +235,11 @@ inline LerpCall DecodeLerp(Decoder& decoder) {
   const Decoder::Taus taus = decoder.ReadTaus(call.layout);
   operands.taus = taus.data;
   operands.taus_stride = taus.stride;
-  const int64_t targets = decoder.Attribute<int64_t>("targets");
+  const int64_t targets = decoder.Attribute(&Attributes::targets);
   decoder.Require(targets >= 1 && targets <= kMaxTargets, "too many or no targets");
   for (int64_t k = 0; decoder.ok() && k < targets; ++k)
     operands.targets.push_back(decoder.ReadInPlaceArena(call.layout, k, "a target"));
-  operands.source = static_cast<LerpSource>(decoder.Attribute<int64_t>("source"));
+  operands.source = static_cast<LerpSource>(decoder.Attribute(&Attributes::source));
   if (operands.source == LerpSource::kLeaves) {
     operands.leaves = decoder.RemainingLeaves(call.layout);
   } else if (operands.source == LerpSource::kArena) {
@@ -247,8 +247,8 @@ inline LerpCall DecodeLerp(Decoder& decoder) {
     operands.arena = arena.data;
     operands.arena_stride = arena.stride;
   }
-  decoder.CheckSegments(
-      call.layout, operands.source == LerpSource::kLeaves ? &operands.leaves : nullptr, taus.count);
+  decoder.CheckSegments(operands.source == LerpSource::kLeaves ? &operands.leaves : nullptr,
+                        taus.count);
   return call;
 }
 
@@ -263,7 +263,7 @@ inline StatisticsCall DecodeStatistics(Decoder& decoder) {
   call.layout = decoder.ReadLayout();
   call.ints = decoder.ReadInPlaceInts(0);
   call.gradients = decoder.Gradients(call.layout);
-  decoder.CheckSegments(call.layout, LeavesOf(call.gradients));
+  decoder.CheckSegments(LeavesOf(call.gradients));
   return call;
 }
 
@@ -271,7 +271,7 @@ struct UnpackCall {
   Layout layout;
   const void* arena;
   int64_t arena_stride;
-  std::vector<Leaf> leaves;
+  Leaves leaves;
 };
 
 inline UnpackCall DecodeUnpack(Decoder& decoder) {
@@ -281,14 +281,14 @@ inline UnpackCall DecodeUnpack(Decoder& decoder) {
   call.arena = arena.data;
   call.arena_stride = arena.stride;
   call.leaves = decoder.ResultLeaves(call.layout);
-  decoder.CheckSegments(call.layout, &call.leaves);
+  decoder.CheckSegments(&call.leaves);
   return call;
 }
 
 struct PackCall {
   Layout layout;
   void* arena;
-  std::vector<Leaf> leaves;
+  Leaves leaves;
 };
 
 inline PackCall DecodePack(Decoder& decoder) {
@@ -296,7 +296,7 @@ inline PackCall DecodePack(Decoder& decoder) {
   call.layout = decoder.ReadLayout();
   call.arena = decoder.ResultArena(call.layout, "the arena");
   call.leaves = decoder.RemainingLeaves(call.layout);
-  decoder.CheckSegments(call.layout, &call.leaves);
+  decoder.CheckSegments(&call.leaves);
   return call;
 }
 

@@ -8,7 +8,21 @@
 #include "kernels/launch.h"
 
 namespace jaxrenaissance {
+
+// What the handlers keep with a compiled program.
+struct CudaProgram : Program {
+  static ffi::TypeId id;
+
+  TableCache tables;
+
+  void Prepare() {}
+};
+
+ffi::TypeId CudaProgram::id = XLA_FFI_UNKNOWN_TYPE_ID;
+
 namespace {
+
+constexpr ffi::TypeInfo kProgramInfo = ffi::MakeTypeInfo<CudaProgram>();
 
 ffi::Error Checked(cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
@@ -22,89 +36,91 @@ ffi::Error Checked(cudaError_t error) {
 }
 
 template <UpdateKind kKind, int kMoments>
-ffi::Error Update(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  ffi::Dictionary attributes) {
-  Decoder decoder(args, rets, attributes);
+ffi::Error Update(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
+                  ffi::RemainingRets rets) {
+  Decoder decoder(args, rets, *program);
   const UpdateCall call = DecodeUpdate(decoder, kMoments);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchUpdate(kKind, call.layout, call.floats, call.operands, stream));
+  return Checked(
+      LaunchUpdate(kKind, call.layout, call.floats, call.operands, program->tables, stream));
 }
 
 template <UpdateKind kKind, int kMoments>
-ffi::Error Changes(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                   ffi::Dictionary attributes) {
-  Decoder decoder(args, rets, attributes);
+ffi::Error Changes(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets) {
+  Decoder decoder(args, rets, *program);
   const ChangesCall call = DecodeChanges(decoder, kMoments);
   if (!decoder.ok()) return decoder.error();
   return Checked(LaunchChanges(kKind, call.layout, call.floats, call.operands, call.weights,
-                               call.changes, stream));
+                               call.changes, program->tables, stream));
 }
 
 template <UpdateKind kKind, int kMoments>
-ffi::Error UpdateNorms(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       ffi::Dictionary attributes) {
-  Decoder decoder(args, rets, attributes);
+ffi::Error UpdateNorms(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets) {
+  Decoder decoder(args, rets, *program);
   const UpdateNormsCall call = DecodeUpdateNorms(decoder, kMoments);
   if (!decoder.ok()) return decoder.error();
   return Checked(LaunchUpdateNorms(kKind, call.layout, call.floats, call.operands, call.workspace,
-                                   call.of_weights, stream));
+                                   call.of_weights, program->tables, stream));
 }
 
 template <NormsCall (*kDecode)(Decoder&)>
-ffi::Error Norms(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 ffi::Dictionary attributes) {
-  Decoder decoder(args, rets, attributes);
+ffi::Error Norms(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
+                 ffi::RemainingRets rets) {
+  Decoder decoder(args, rets, *program);
   const NormsCall call = kDecode(decoder);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchNorms(call.layout, call.operands, stream));
+  return Checked(LaunchNorms(call.layout, call.operands, program->tables, stream));
 }
 
 template <FinishOperands (*kDecode)(Decoder&)>
-ffi::Error Finish(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  ffi::Dictionary attributes) {
-  Decoder decoder(args, rets, attributes);
+ffi::Error Finish(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
+                  ffi::RemainingRets rets) {
+  Decoder decoder(args, rets, *program);
   const FinishOperands operands = kDecode(decoder);
   if (!decoder.ok()) return decoder.error();
   return Checked(LaunchFinish(operands, stream));
 }
 
-ffi::Error Lerp(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                ffi::Dictionary attributes) {
-  Decoder decoder(args, rets, attributes);
+ffi::Error Lerp(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
+                ffi::RemainingRets rets) {
+  Decoder decoder(args, rets, *program);
   const LerpCall call = DecodeLerp(decoder);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchLerp(call.layout, call.operands, stream));
+  return Checked(LaunchLerp(call.layout, call.operands, program->tables, stream));
 }
 
-ffi::Error Statistics(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                      ffi::Dictionary attributes) {
-  Decoder decoder(args, rets, attributes);
+ffi::Error Statistics(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
+                      ffi::RemainingRets rets) {
+  Decoder decoder(args, rets, *program);
   const StatisticsCall call = DecodeStatistics(decoder);
-  const int64_t first_leaf = decoder.Attribute<int64_t>("first_leaf");
+  const int64_t first_leaf = decoder.Attribute(&Attributes::first_leaf);
   if (!decoder.ok()) return decoder.error();
   return Checked(LaunchStatistics(call.layout, call.gradients, static_cast<int32_t>(first_leaf),
-                                  call.ints, stream));
+                                  call.ints, program->tables, stream));
 }
 
-ffi::Error Unpack(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  ffi::Dictionary attributes) {
-  Decoder decoder(args, rets, attributes);
+ffi::Error Unpack(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
+                  ffi::RemainingRets rets) {
+  Decoder decoder(args, rets, *program);
   const UnpackCall call = DecodeUnpack(decoder);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchUnpack(call.layout, call.arena, call.arena_stride, call.leaves, stream));
+  return Checked(LaunchUnpack(call.layout, call.arena, call.arena_stride, call.leaves,
+                              program->tables, stream));
 }
 
-ffi::Error Pack(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                ffi::Dictionary attributes) {
-  Decoder decoder(args, rets, attributes);
+ffi::Error Pack(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
+                ffi::RemainingRets rets) {
+  Decoder decoder(args, rets, *program);
   const PackCall call = DecodePack(decoder);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchPack(call.layout, call.leaves, call.arena, stream));
+  return Checked(LaunchPack(call.layout, call.leaves, call.arena, program->tables, stream));
 }
 
-ffi::Error Prologue(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                    ffi::Dictionary attributes) {
-  Decoder decoder(args, rets, attributes);
+ffi::Error Prologue(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
+                    ffi::RemainingRets rets) {
+  Decoder decoder(args, rets, *program);
   const PrologueCall call = DecodePrologue(decoder);
   if (!decoder.ok()) return decoder.error();
   return Checked(LaunchPrologue(call.is_double, call.floats, call.ints, call.num_groups,
@@ -113,7 +129,7 @@ ffi::Error Prologue(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
 
 // XLA asks before every execution: devices whose kernels are loaded are remembered.
 template <cudaError_t (*kPreload)()>
-ffi::Error Initialize(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+ffi::Error Initialize(ffi::RemainingArgs, ffi::RemainingRets) {
   static std::atomic<uint64_t> done{0};
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return Checked(error);
@@ -142,14 +158,16 @@ cudaError_t PreloadUpdateNormsOf() {
 auto Bind() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::State<CudaProgram>>()
       .RemainingArgs()
-      .RemainingRets()
-      .Attrs();
+      .RemainingRets();
 }
 
 auto BindInitialize() {
-  return ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs();
+  return ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets();
 }
+
+XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate<CudaProgram>, BindInstantiate());
 
 #define JR_DEFINE_OP(op, impl, preload)                                                    \
   XLA_FFI_DEFINE_HANDLER(kExecute##op, impl, Bind(), {ffi::Traits::kCmdBufferCompatible}); \
@@ -181,9 +199,10 @@ JR_DEFINE_OP(Prologue, Prologue, PreloadPrologue);
 
 }  // namespace
 
-#define JR_ENTRIES(name, op)                                    \
-  {"jaxrenaissance_" name "_v1", "execute", kExecute##op}, {    \
-    "jaxrenaissance_" name "_v1", "initialize", kInitialize##op \
+#define JR_ENTRIES(name, op)                                     \
+  {"jaxrenaissance_" name "_v1", "instantiate", kInstantiate},   \
+      {"jaxrenaissance_" name "_v1", "execute", kExecute##op}, { \
+    "jaxrenaissance_" name "_v1", "initialize", kInitialize##op  \
   }
 
 std::vector<HandlerEntry> CudaHandlers() {
@@ -213,5 +232,7 @@ std::vector<HandlerEntry> CudaHandlers() {
           JR_ENTRIES("pack", Pack),
           JR_ENTRIES("prologue", Prologue)};
 }
+
+StateType CudaState() { return {"jaxrenaissance_cuda_program", &CudaProgram::id, &kProgramInfo}; }
 
 }  // namespace jaxrenaissance

@@ -8,59 +8,41 @@
 #include "core/operands.h"
 #include "core/reduction.h"
 #include "core/scalars.h"
+#include "ffi/program.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxrenaissance {
 
-namespace ffi = xla::ffi;
-
-using Words = ffi::Span<const int64_t>;
-
 // Reads the operands and results of one call in order, and remembers the first thing that is wrong.
-//
-// Attributes of every call: `members`, the number of states in the batch, and `shared`, which
-// lists, after a -1, the operands that all members share. Ops on arenas have `layout`: the arena's
-// size, whether it is float64, its segments.
 class Decoder {
  public:
-  Decoder(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-          const ffi::Dictionary& attributes)
-      : args_(args),
-        rets_(rets),
-        attributes_(attributes),
-        members_(Attribute<int64_t>("members")),
-        shared_(Attribute<Words>("shared")) {}
+  Decoder(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Program& program)
+      : args_(args), rets_(rets), program_(program) {}
 
   bool ok() const { return !error_.has_value(); }
   ffi::Error error() const {
     return ok() ? ffi::Error::Success() : ffi::Error::InvalidArgument(*error_);
   }
 
-  int64_t members() const { return members_; }
+  const Program& program() const { return program_; }
+  int64_t members() const { return program_.attributes.members; }
 
-  void Require(bool condition, const std::string& message) {
-    if (!condition && ok()) error_ = "jaxrenaissance: " + message;
+  void Require(bool condition, const char* message) {
+    if (!condition) Fail(message);
   }
 
-  template <typename T>
-  T Attribute(const char* name) {
-    const auto value = attributes_.get<T>(name);
-    if (value.has_value()) return *value;
-    Fail(std::string("attribute ") + name + " is missing");
-    return T{};
-  }
-
-  // The segments stay where they are: with the compiled program, which outlives the call.
-  Layout ReadLayout() {
-    constexpr size_t kHeader = 2, kFields = sizeof(Segment) / sizeof(int64_t);
-    const Words words = Attribute<Words>("layout");
-    if (words.size() < kHeader || (words.size() - kHeader) % kFields != 0) {
-      Fail("the layout is malformed");
-      return {};
+  int64_t Attribute(int64_t Attributes::* field) {
+    const int64_t value = program_.attributes.*field;
+    if (value != kMissing) return value;
+    for (const AttributeField& own : kAttributeFields) {
+      if (own.field == field) Fail(std::string("attribute ") + own.name + " is missing");
     }
-    return {reinterpret_cast<const Segment*>(words.begin() + kHeader),
-            static_cast<int64_t>((words.size() - kHeader) / kFields), words[0], words[1] != 0,
-            members_};
+    return 0;
+  }
+
+  Layout ReadLayout() {
+    Require(program_.has_layout, "attribute layout is missing");
+    return program_.layout;
   }
 
   struct Arena {
@@ -80,7 +62,7 @@ class Decoder {
   // The next operand as an arena that each member has one of.
   void* ReadWholeArena(const Layout& layout, const char* name) {
     const Arena arena = ReadArena(layout, name);
-    Require(arena.stride == layout.size, std::string(name) + " are shared by members");
+    if (arena.stride != layout.size) Fail(std::string(name) + " are shared by members");
     return arena.data;
   }
 
@@ -125,9 +107,8 @@ class Decoder {
 
   // Result `index` as a workspace for the partials of a layout.
   Workspace ResultWorkspace(const Layout& layout, int64_t index) {
-    Workspace workspace{nullptr, 0, layout.num_segments, 0};
-    for (int64_t i = 0; i < layout.num_segments; ++i)
-      workspace.num_partials += NumPartials(layout.segments[i].size);
+    if (!ok()) return {};
+    Workspace workspace{nullptr, 0, layout.num_segments, program_.first_partials.back()};
     workspace.stride = PartialsStart(workspace.num_segments) + 2 * workspace.num_partials;
     const std::optional<ffi::AnyBuffer> buffer = Output(index);
     if (!buffer) return {};
@@ -209,19 +190,11 @@ class Decoder {
     return {buffer->untyped_data(), is_shared ? 0 : count, count};
   }
 
-  // Every segment lies in the arena and names a leaf and a group that are there. Without leaves or
-  // groups, any will do.
-  void CheckSegments(const Layout& layout, const std::vector<Leaf>* leaves,
-                     int64_t num_groups = INT64_MAX) {
-    const int64_t num_leaves = leaves == nullptr ? INT64_MAX : static_cast<int64_t>(leaves->size());
-    for (int64_t i = 0; i < layout.num_segments; ++i) {
-      const Segment& segment = layout.segments[i];
-      if (segment.start < 0 || segment.size <= 0 || segment.start + segment.size > layout.size ||
-          segment.leaf < 0 || segment.leaf >= num_leaves || segment.group < 0 ||
-          segment.group >= num_groups) {
-        return Fail("segment " + std::to_string(i) + " does not fit the operands");
-      }
-    }
+  // Every segment names a leaf and a group that are there. Without leaves or groups, any will do.
+  void CheckSegments(const Leaves* leaves, int64_t num_groups = INT64_MAX) {
+    Require(leaves == nullptr || program_.num_leaves <= leaves->size(),
+            "segments name more leaves than there are");
+    Require(program_.num_groups <= num_groups, "segments name more groups than there are");
   }
 
   void CheckInPlace(int64_t index, const void* data, const char* name) {
@@ -231,29 +204,21 @@ class Decoder {
   }
 
   // All operands from here on, or all results from the first wanted on, as leaves.
-  std::vector<Leaf> RemainingLeaves(const Layout& layout) {
-    std::vector<Leaf> leaves;
-    leaves.reserve(args_.size() - static_cast<size_t>(next_));
-    while (ok() && next_ < static_cast<int64_t>(args_.size())) {
-      const bool is_shared = IsShared(next_);
-      if (const std::optional<ffi::AnyBuffer> buffer = Argument(next_++))
-        AddLeaf(*buffer, is_shared, layout, leaves);
-    }
-    return leaves;
+  Leaves RemainingLeaves(const Layout& layout) {
+    const int64_t first = next_;
+    next_ = static_cast<int64_t>(args_.size());
+    return ReadLeaves(layout, program_.operand_leaves, first, next_,
+                      [&](int64_t i) { return Argument(i); });
   }
 
-  std::vector<Leaf> ResultLeaves(const Layout& layout, int64_t first = 0) {
-    std::vector<Leaf> leaves;
-    leaves.reserve(rets_.size());
-    for (int64_t i = first; ok() && i < static_cast<int64_t>(rets_.size()); ++i) {
-      if (const std::optional<ffi::AnyBuffer> buffer = Output(i))
-        AddLeaf(*buffer, false, layout, leaves);
-    }
-    return leaves;
+  Leaves ResultLeaves(const Layout& layout, int64_t first = 0) {
+    const auto count = static_cast<int64_t>(rets_.size());
+    return ReadLeaves(layout, program_.result_leaves, first, count,
+                      [&](int64_t i) { return Output(i); });
   }
 
   GradientOperands Gradients(const Layout& layout) {
-    if (Attribute<int64_t>("from_arena") == 0) {
+    if (Attribute(&Attributes::from_arena) == 0) {
       return {false, RemainingLeaves(layout), nullptr, 0};
     }
     const Arena arena = ReadArena(layout, "the gradient arena");
@@ -261,7 +226,9 @@ class Decoder {
   }
 
  private:
-  void Fail(const std::string& message) { Require(false, message); }
+  void Fail(const std::string& message) {
+    if (ok()) error_ = "jaxrenaissance: " + message;
+  }
 
   std::optional<ffi::AnyBuffer> Argument(int64_t index) {
     auto buffer = args_.get<ffi::AnyBuffer>(static_cast<size_t>(index));
@@ -277,9 +244,8 @@ class Decoder {
     return std::nullopt;
   }
 
-  // `shared` is sorted.
   bool IsShared(int64_t operand) const {
-    return std::binary_search(shared_.begin(), shared_.end(), operand);
+    return std::binary_search(program_.shared.begin(), program_.shared.end(), operand);
   }
 
   void CheckArena(const ffi::AnyBuffer& buffer, int64_t members, const Layout& layout,
@@ -291,37 +257,59 @@ class Decoder {
     }
   }
 
-  void AddLeaf(const ffi::AnyBuffer& buffer, bool is_shared, const Layout& layout,
-               std::vector<Leaf>& leaves) {
-    Leaf leaf{buffer.untyped_data(), 0, LeafType::kF32};
+  // Buffers [first, last) of get() as leaves. Their types and sizes are looked at once.
+  template <typename F>
+  Leaves ReadLeaves(const Layout& layout, const LeafForms& known, int64_t first, int64_t last,
+                    const F& get) {
+    Leaves leaves{};
+    if (!ok()) return leaves;
+    leaves.data.resize(static_cast<size_t>(last - first));
+    for (int64_t i = first; i < last; ++i) {
+      const std::optional<ffi::AnyBuffer> buffer = get(i);
+      if (!buffer) return leaves;
+      leaves.data[static_cast<size_t>(i - first)] = buffer->untyped_data();
+    }
+    const bool are_operands = &known == &program_.operand_leaves;
+    const auto make = [&](std::optional<std::string>& error) {
+      std::vector<LeafForm> forms;
+      for (int64_t i = first; i < last && !error; ++i)
+        forms.push_back(FormOf(*get(i), are_operands && IsShared(i), layout, i - first, error));
+      return forms;
+    };
+    leaves.forms = known.Once(make).data();
+    if (known.error()) Fail(*known.error());
+    return leaves;
+  }
+
+  LeafForm FormOf(const ffi::AnyBuffer& buffer, bool is_shared, const Layout& layout,
+                  int64_t number, std::optional<std::string>& error) const {
+    LeafForm form{0, LeafType::kF32};
     switch (buffer.element_type()) {
       case ffi::DataType::F32:
-        leaf.type = LeafType::kF32;
+        form.type = LeafType::kF32;
         break;
       case ffi::DataType::BF16:
-        leaf.type = LeafType::kBf16;
+        form.type = LeafType::kBf16;
         break;
       case ffi::DataType::F16:
-        leaf.type = LeafType::kF16;
+        form.type = LeafType::kF16;
         break;
       case ffi::DataType::F64:
-        leaf.type = LeafType::kF64;
-        Require(layout.is_double, "a float64 leaf beside a float32 arena");
+        form.type = LeafType::kF64;
+        if (!layout.is_double) error = "a float64 leaf beside a float32 arena";
         break;
       default:
-        Fail("leaf " + std::to_string(leaves.size()) + " has a dtype that is not supported");
+        error = "leaf " + std::to_string(number) + " has a dtype that is not supported";
     }
     if (!is_shared && members() > 0)
-      leaf.stride = static_cast<int64_t>(buffer.element_count()) / members();
-    leaves.push_back(leaf);
+      form.stride = static_cast<int64_t>(buffer.element_count()) / members();
+    return form;
   }
 
   const ffi::RemainingArgs& args_;
   const ffi::RemainingRets& rets_;
-  const ffi::Dictionary& attributes_;
+  const Program& program_;
   std::optional<std::string> error_;
-  const int64_t members_;
-  const Words shared_;
   int64_t next_ = 0;
 };
 

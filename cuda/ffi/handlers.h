@@ -1,4 +1,4 @@
-// Every FFI handler of a module, for Python to register.
+// What a module has for Python to register with XLA: its FFI handlers, and the type of their state.
 #pragma once
 
 #include <vector>
@@ -9,12 +9,21 @@ namespace jaxrenaissance {
 
 struct HandlerEntry {
   const char* target;
-  const char* stage;  // "initialize" or "execute"
+  const char* stage;  // "instantiate", "initialize" or "execute"
   XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*);
+};
+
+// The type of what a module's instantiate handlers hand to the others.
+struct StateType {
+  const char* name;
+  XLA_FFI_TypeId* id;  // XLA fills it in when the type is registered
+  const XLA_FFI_TypeInfo* info;
 };
 
 std::vector<HandlerEntry> CpuHandlers();
 std::vector<HandlerEntry> CudaHandlers();
+StateType CpuState();
+StateType CudaState();
 
 // The instruction set that the CPU loops use here.
 const char* CpuInstructionSet();

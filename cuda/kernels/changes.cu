@@ -1,7 +1,5 @@
 // changes: one step of an update that reads weights as leaves, and writes as leaves what is to be
 // added to them. For optax's contract, where the weights are the user's own arrays.
-#include <algorithm>
-
 #include "core/update.h"
 #include "kernels/launch.h"
 #include "kernels/preload.cuh"
@@ -28,21 +26,24 @@ struct LeafColumns {
 };
 
 template <int kCapacity>
-LeafColumns<kCapacity> ColumnsLike(const SegmentTable<kCapacity>&) {
-  return {};
-}
+struct ChangesTable {
+  SegmentTable<kCapacity> segments;
+  LeafColumns<kCapacity> columns;
+
+  void** Column(int number) {
+    if (number == 0) return segments.data;
+    return (number == 1 ? columns.weights : columns.changes).data;
+  }
+};
 
 template <int kCapacity>
-bool FillColumn(const Layout& layout, const std::vector<Leaf>& leaves, int64_t first,
+bool FillColumn(const Layout& layout, const Leaves& leaves, int64_t first, int64_t count,
                 LeafColumn<kCapacity>& column) {
-  const int64_t count = std::min<int64_t>(kCapacity, layout.num_segments - first);
   for (int64_t i = 0; i < count; ++i) {
-    const Segment& segment = layout.segments[first + i];
-    const Leaf& leaf = leaves[segment.leaf];
-    if (layout.members > 1 && leaf.stride > UINT32_MAX) return false;
-    column.data[i] = static_cast<char*>(leaf.data) + segment.leaf_offset * LeafTypeSize(leaf.type);
-    column.stride[i] = layout.members > 1 ? static_cast<uint32_t>(leaf.stride) : 0;
-    column.type[i] = static_cast<uint8_t>(leaf.type);
+    const LeafForm& form = leaves.forms[layout.segments[first + i].leaf];
+    if (layout.members > 1 && form.stride > UINT32_MAX) return false;
+    column.stride[i] = layout.members > 1 ? static_cast<uint32_t>(form.stride) : 0;
+    column.type[i] = static_cast<uint8_t>(form.type);
   }
   return true;
 }
@@ -119,25 +120,27 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kMinBlocks)
 
 template <typename Rule, typename T, typename S>
 cudaError_t Launch(const Layout& layout, const Floats& floats, const UpdateOperands& operands,
-                   const std::vector<Leaf>& weights, const std::vector<Leaf>& changes,
+                   const Leaves& weights, const Leaves& changes, const TableCache& tables,
                    cudaStream_t stream) {
   const Arenas<T> arenas = MakeArenas<T>(layout, operands);
   const S* scalars = static_cast<const S*>(floats.data);
   const Ratios<S> ratios = {static_cast<const S*>(operands.ratios), operands.ratios_stride};
-  bool filled = true;
-  const auto launch = [&](dim3 grid, const auto& table) {
-    auto columns = ColumnsLike(table);
-    columns.has_weights = !weights.empty();
-    filled &=
-        !columns.has_weights || FillColumn(layout, weights, table.first_segment, columns.weights);
-    filled &= FillColumn(layout, changes, table.first_segment, columns.changes);
-    if (!filled) return;
-    ChangesKernel<Rule, T, S>
-        <<<grid, kThreads, 0, stream>>>(scalars, floats.stride, arenas, ratios, table, columns);
-  };
-  const cudaError_t error = ForEachLaunch<T, 1, kMediumTripleTable, kLargeTripleTable>(
-      layout, operands.gradients.leaves, Tag::kGroup, launch);
-  return filled ? error : cudaErrorInvalidValue;
+  const Leaves& gradients = operands.gradients.leaves;
+  if (layout.size * layout.members == 0) return cudaSuccess;
+  return LaunchTables<ChangesTable, kSmallTable, kMediumTripleTable, kLargeTripleTable>(
+      layout, {&gradients, &weights, &changes}, tables,
+      [&](int64_t first, int64_t count, auto& table) {
+        auto& columns = table.columns;
+        columns.has_weights = !weights.empty();
+        return FillTable<T>(layout, gradients, Tag::kGroup, first, count, kTile, table.segments) &&
+               (weights.empty() || FillColumn(layout, weights, first, count, columns.weights)) &&
+               FillColumn(layout, changes, first, count, columns.changes);
+      },
+      [&](const auto& table) {
+        const dim3 grid(table.segments.tiles * static_cast<unsigned>(layout.members));
+        ChangesKernel<Rule, T, S><<<grid, kThreads, 0, stream>>>(
+            scalars, floats.stride, arenas, ratios, table.segments, table.columns);
+      });
 }
 
 template <typename Rule, typename T, typename S>
@@ -150,14 +153,14 @@ cudaError_t Preload() {
 }  // namespace
 
 cudaError_t LaunchChanges(UpdateKind kind, const Layout& layout, const Floats& floats,
-                          const UpdateOperands& operands, const std::vector<Leaf>& weights,
-                          const std::vector<Leaf>& changes, cudaStream_t stream) {
+                          const UpdateOperands& operands, const Leaves& weights,
+                          const Leaves& changes, const TableCache& tables, cudaStream_t stream) {
   return WithRule(kind, [&](auto rule) {
     using Rule = decltype(rule);
     const auto launch = layout.is_double   ? Launch<Rule, double, double>
                         : floats.is_double ? Launch<Rule, float, double>
                                            : Launch<Rule, float, float>;
-    return launch(layout, floats, operands, weights, changes, stream);
+    return launch(layout, floats, operands, weights, changes, tables, stream);
   });
 }
 

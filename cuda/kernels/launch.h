@@ -5,28 +5,34 @@
 #include <cuda_runtime_api.h>
 
 #include "core/operands.h"
+#include "kernels/table_cache.h"
 
 namespace jaxrenaissance {
 
 // One launch, or several where there are more segments than one table holds. cudaErrorInvalidValue:
-// the segments do not follow each other line by line, or the batch is larger than a grid.
+// the segments do not follow each other line by line, or the batch is larger than a grid. `tables`
+// are those of the compiled program that the launch belongs to.
 cudaError_t LaunchUpdate(UpdateKind kind, const Layout& layout, const Floats& floats,
-                         const UpdateOperands& operands, cudaStream_t stream);
+                         const UpdateOperands& operands, const TableCache& tables,
+                         cudaStream_t stream);
 cudaError_t LaunchChanges(UpdateKind kind, const Layout& layout, const Floats& floats,
-                          const UpdateOperands& operands, const std::vector<Leaf>& weights,
-                          const std::vector<Leaf>& changes, cudaStream_t stream);
+                          const UpdateOperands& operands, const Leaves& weights,
+                          const Leaves& changes, const TableCache& tables, cudaStream_t stream);
 cudaError_t LaunchUpdateNorms(UpdateKind kind, const Layout& layout, const Floats& floats,
                               const UpdateOperands& operands, const Workspace& workspace,
-                              int32_t* of_weights, cudaStream_t stream);
+                              int32_t* of_weights, const TableCache& tables, cudaStream_t stream);
 cudaError_t LaunchUnpack(const Layout& layout, const void* arena, int64_t arena_stride,
-                         const std::vector<Leaf>& leaves, cudaStream_t stream);
-cudaError_t LaunchPack(const Layout& layout, const std::vector<Leaf>& leaves, void* arena,
-                       cudaStream_t stream);
+                         const Leaves& leaves, const TableCache& tables, cudaStream_t stream);
+cudaError_t LaunchPack(const Layout& layout, const Leaves& leaves, void* arena,
+                       const TableCache& tables, cudaStream_t stream);
 cudaError_t LaunchStatistics(const Layout& layout, const GradientOperands& gradients,
-                             int32_t first_leaf, int32_t* ints, cudaStream_t stream);
-cudaError_t LaunchNorms(const Layout& layout, const NormsOperands& operands, cudaStream_t stream);
+                             int32_t first_leaf, int32_t* ints, const TableCache& tables,
+                             cudaStream_t stream);
+cudaError_t LaunchNorms(const Layout& layout, const NormsOperands& operands,
+                        const TableCache& tables, cudaStream_t stream);
 cudaError_t LaunchFinish(const FinishOperands& operands, cudaStream_t stream);
-cudaError_t LaunchLerp(const Layout& layout, const LerpOperands& operands, cudaStream_t stream);
+cudaError_t LaunchLerp(const Layout& layout, const LerpOperands& operands, const TableCache& tables,
+                       cudaStream_t stream);
 cudaError_t LaunchPrologue(bool is_double, void* floats, int32_t* ints, int64_t num_groups,
                            int64_t members, cudaStream_t stream);
 

@@ -50,28 +50,30 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-cudaError_t Launch(const Layout& layout, const LerpOperands& operands, cudaStream_t stream) {
+cudaError_t Launch(const Layout& layout, const LerpOperands& operands, const TableCache& tables,
+                   cudaStream_t stream) {
   Targets<T> targets{};
   targets.count = static_cast<int>(operands.targets.size());
   for (int k = 0; k < targets.count; ++k)
     targets.arenas[k] = static_cast<T*>(operands.targets[static_cast<size_t>(k)]);
   const T* taus = static_cast<const T*>(operands.taus);
   const T* source = static_cast<const T*>(operands.arena);
-  return ForEachLaunch<T>(layout, operands.leaves, Tag::kGroup, [&](dim3 grid, const auto& table) {
-    const auto launch = [&](auto kind) {
-      LerpKernel<T, decltype(kind)::value><<<grid, kThreads, 0, stream>>>(
-          taus, operands.taus_stride, targets, source, operands.arena_stride, layout.size,
-          layout.members, table);
-    };
-    switch (operands.source) {
-      case LerpSource::kLeaves:
-        return launch(std::integral_constant<LerpSource, LerpSource::kLeaves>{});
-      case LerpSource::kArena:
-        return launch(std::integral_constant<LerpSource, LerpSource::kArena>{});
-      case LerpSource::kZero:
-        return launch(std::integral_constant<LerpSource, LerpSource::kZero>{});
-    }
-  });
+  return ForEachLaunch<T>(
+      layout, operands.leaves, Tag::kGroup, tables, [&](dim3 grid, const auto& table) {
+        const auto launch = [&](auto kind) {
+          LerpKernel<T, decltype(kind)::value><<<grid, kThreads, 0, stream>>>(
+              taus, operands.taus_stride, targets, source, operands.arena_stride, layout.size,
+              layout.members, table);
+        };
+        switch (operands.source) {
+          case LerpSource::kLeaves:
+            return launch(std::integral_constant<LerpSource, LerpSource::kLeaves>{});
+          case LerpSource::kArena:
+            return launch(std::integral_constant<LerpSource, LerpSource::kArena>{});
+          case LerpSource::kZero:
+            return launch(std::integral_constant<LerpSource, LerpSource::kZero>{});
+        }
+      });
 }
 
 template <typename T, LerpSource kSource>
@@ -82,8 +84,9 @@ cudaError_t PreloadOf() {
 
 }  // namespace
 
-cudaError_t LaunchLerp(const Layout& layout, const LerpOperands& operands, cudaStream_t stream) {
-  return (layout.is_double ? Launch<double> : Launch<float>)(layout, operands, stream);
+cudaError_t LaunchLerp(const Layout& layout, const LerpOperands& operands, const TableCache& tables,
+                       cudaStream_t stream) {
+  return (layout.is_double ? Launch<double> : Launch<float>)(layout, operands, tables, stream);
 }
 
 cudaError_t PreloadLerp() {

@@ -145,7 +145,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8              ? 1
 }
 
 template <typename T>
-cudaError_t Launch(const Layout& layout, const NormsOperands& operands, cudaStream_t stream) {
+cudaError_t Launch(const Layout& layout, const NormsOperands& operands, const TableCache& tables,
+                   cudaStream_t stream) {
   const Workspace& workspace = operands.workspaces[0];
   const Pass<T> pass = {static_cast<const T*>(operands.gradients.arena),
                         operands.gradients.arena_stride,
@@ -161,7 +162,7 @@ cudaError_t Launch(const Layout& layout, const NormsOperands& operands, cudaStre
                         workspace.num_partials,
                         workspace.stride};
   return ForEachPartialLaunch<T>(
-      layout, operands.gradients.leaves, Tag::kLeaf, [&](dim3 grid, const auto& table) {
+      layout, operands.gradients.leaves, Tag::kLeaf, tables, [&](dim3 grid, const auto& table) {
         const auto launch = [&](auto from_arena, auto extra) {
           NormsKernel<T, decltype(from_arena)::value, decltype(extra)::value>
               <<<grid, kThreads, 0, stream>>>(pass, table);
@@ -195,8 +196,9 @@ cudaError_t PreloadAll() {
 
 }  // namespace
 
-cudaError_t LaunchNorms(const Layout& layout, const NormsOperands& operands, cudaStream_t stream) {
-  return (layout.is_double ? Launch<double> : Launch<float>)(layout, operands, stream);
+cudaError_t LaunchNorms(const Layout& layout, const NormsOperands& operands,
+                        const TableCache& tables, cudaStream_t stream) {
+  return (layout.is_double ? Launch<double> : Launch<float>)(layout, operands, tables, stream);
 }
 
 cudaError_t PreloadNorms() {

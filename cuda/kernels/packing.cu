@@ -51,17 +51,17 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T>
 cudaError_t Unpack(const Layout& layout, const void* arena, int64_t arena_stride,
-                   const std::vector<Leaf>& leaves, cudaStream_t stream) {
-  return ForEachLaunch<T>(layout, leaves, Tag::kGroup, [&](dim3 grid, const auto& table) {
+                   const Leaves& leaves, const TableCache& tables, cudaStream_t stream) {
+  return ForEachLaunch<T>(layout, leaves, Tag::kGroup, tables, [&](dim3 grid, const auto& table) {
     UnpackKernel<T><<<grid, kThreads, 0, stream>>>(static_cast<const T*>(arena), arena_stride,
                                                    layout.size, layout.members, table);
   });
 }
 
 template <typename T>
-cudaError_t Pack(const Layout& layout, const std::vector<Leaf>& leaves, void* arena,
+cudaError_t Pack(const Layout& layout, const Leaves& leaves, void* arena, const TableCache& tables,
                  cudaStream_t stream) {
-  return ForEachLaunch<T>(layout, leaves, Tag::kGroup, [&](dim3 grid, const auto& table) {
+  return ForEachLaunch<T>(layout, leaves, Tag::kGroup, tables, [&](dim3 grid, const auto& table) {
     PackKernel<T>
         <<<grid, kThreads, 0, stream>>>(static_cast<T*>(arena), layout.size, layout.members, table);
   });
@@ -77,14 +77,14 @@ cudaError_t Preload() {
 }  // namespace
 
 cudaError_t LaunchUnpack(const Layout& layout, const void* arena, int64_t arena_stride,
-                         const std::vector<Leaf>& leaves, cudaStream_t stream) {
+                         const Leaves& leaves, const TableCache& tables, cudaStream_t stream) {
   return (layout.is_double ? Unpack<double> : Unpack<float>)(layout, arena, arena_stride, leaves,
-                                                             stream);
+                                                             tables, stream);
 }
 
-cudaError_t LaunchPack(const Layout& layout, const std::vector<Leaf>& leaves, void* arena,
-                       cudaStream_t stream) {
-  return (layout.is_double ? Pack<double> : Pack<float>)(layout, leaves, arena, stream);
+cudaError_t LaunchPack(const Layout& layout, const Leaves& leaves, void* arena,
+                       const TableCache& tables, cudaStream_t stream) {
+  return (layout.is_double ? Pack<double> : Pack<float>)(layout, leaves, arena, tables, stream);
 }
 
 cudaError_t PreloadPacking() {

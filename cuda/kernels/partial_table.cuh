@@ -24,6 +24,8 @@ struct PartialTable {
   uint32_t meta[kCapacity];  // elements missing in the last line (5 bits), leaf type (2 bits), tag
   uint32_t stride[kCapacity];  // elements between members of a batch; 0 where they share the leaf
   void* data[kCapacity];       // the segment's first element, of member 0
+
+  void** Column(int) { return data; }
 };
 
 // The chunk of a warp.
@@ -118,8 +120,8 @@ __device__ __forceinline__ void WritePartial(const PartialTable<kCapacity>& tabl
 // Fills table for segments [first, first + count) of a layout. `leaves` may be empty: then the
 // gradient is an arena.
 template <typename T, int kCapacity>
-bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, int64_t first,
-               int64_t count, int64_t first_partial, PartialTable<kCapacity>& table) {
+bool FillTable(const Layout& layout, const Leaves& leaves, Tag tag, int64_t first, int64_t count,
+               int64_t first_partial, PartialTable<kCapacity>& table) {
   table.first_segment = static_cast<uint32_t>(first);
   table.first_partial = static_cast<uint32_t>(first_partial);
   if (!FillSegments<T>(layout, leaves, tag, first, count, table)) return false;
@@ -145,33 +147,21 @@ bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, i
 // Calls launch(grid, table) for each launch, with a table of the smallest capacity from kLeast on
 // that fits.
 template <typename T, int kLeast = kSmallTable, typename F>
-cudaError_t ForEachPartialLaunch(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag,
-                                 const F& launch) {
-  if (layout.members == 0) return cudaSuccess;
+cudaError_t ForEachPartialLaunch(const Layout& layout, const Leaves& leaves, Tag tag,
+                                 const TableCache& cache, const F& launch) {
+  if (layout.members * layout.num_segments == 0) return cudaSuccess;
+  constexpr int kMedium = kLeast < kMediumTable ? kMediumTable : kLeast;
   int64_t partial = 0;
-  const auto run = [&](auto& table, int64_t first, int64_t count) {
-    if (!FillTable<T>(layout, leaves, tag, first, count, partial, table))
-      return cudaErrorInvalidValue;
-    partial += table.partials;
-    launch(dim3(table.partials * static_cast<unsigned>(layout.members)), table);
-    return cudaPeekAtLastError();
-  };
-  for (int64_t first = 0; first < layout.num_segments; first += kLargePartialTable) {
-    const int64_t left = layout.num_segments - first;
-    cudaError_t error;
-    if (kLeast <= kSmallTable && left <= kSmallTable) {
-      PartialTable<kLeast <= kSmallTable ? kSmallTable : kLeast> table;
-      error = run(table, first, left);
-    } else if (kLeast <= kMediumTable && left <= kMediumTable) {
-      PartialTable<kLeast <= kMediumTable ? kMediumTable : kLeast> table;
-      error = run(table, first, left);
-    } else {
-      PartialTable<kLargePartialTable> table;
-      error = run(table, first, left < kLargePartialTable ? left : kLargePartialTable);
-    }
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return LaunchTables<PartialTable, kLeast, kMedium, kLargePartialTable>(
+      layout, {&leaves}, cache,
+      [&](int64_t first, int64_t count, auto& table) {
+        if (!FillTable<T>(layout, leaves, tag, first, count, partial, table)) return false;
+        partial += table.partials;
+        return true;
+      },
+      [&](const auto& table) {
+        launch(dim3(table.partials * static_cast<unsigned>(layout.members)), table);
+      });
 }
 
 }  // namespace jaxrenaissance

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "core/operands.h"
+#include "kernels/table_cache.h"
 #include "kernels/tuning.h"
 
 namespace jaxrenaissance {
@@ -31,6 +32,8 @@ struct SegmentTable {
   uint32_t meta[kCapacity];  // elements missing in the last line (5 bits), leaf type (2 bits), tag
   uint32_t stride[kCapacity];  // elements between members of a batch; 0 where they share the leaf
   void* data[kCapacity];       // the segment's first element, of member 0
+
+  void** Column(int) { return data; }
 };
 
 // The place of one thread's vector: `count` of its kVector elements are in segment `segment`,
@@ -120,11 +123,11 @@ __device__ __forceinline__ void WithLeaf(const SegmentTable<kCapacity>& table, c
                         f);
 }
 
-// Fills what a table says of segments [first, first + count) of a layout: start, meta, stride and
-// data. `leaves` may be empty: then the gradient is an arena.
+// Fills what a table says of segments [first, first + count) of a layout: start, meta and stride.
+// `leaves` may be empty: then the gradient is an arena.
 template <typename T, typename Table>
-bool FillSegments(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, int64_t first,
-                  int64_t count, Table& table) {
+bool FillSegments(const Layout& layout, const Leaves& leaves, Tag tag, int64_t first, int64_t count,
+                  Table& table) {
   const Segment* segments = layout.segments + first;
   for (int64_t i = 0; i < count; ++i) {
     const Segment& segment = segments[i];
@@ -135,14 +138,12 @@ bool FillSegments(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag
     table.start[i] = static_cast<uint32_t>(segment.start / kLine<T>);
     table.start[i + 1] = static_cast<uint32_t>(end / kLine<T>);
     LeafType type = LeafType::kF32;
-    table.data[i] = nullptr;
     table.stride[i] = 0;
     if (!leaves.empty()) {
-      const Leaf& leaf = leaves[segment.leaf];
-      type = leaf.type;
-      table.data[i] = static_cast<char*>(leaf.data) + segment.leaf_offset * LeafTypeSize(type);
-      if (layout.members > 1 && leaf.stride > UINT32_MAX) return false;
-      table.stride[i] = layout.members > 1 ? static_cast<uint32_t>(leaf.stride) : 0;
+      const LeafForm& form = leaves.forms[segment.leaf];
+      type = form.type;
+      if (layout.members > 1 && form.stride > UINT32_MAX) return false;
+      table.stride[i] = layout.members > 1 ? static_cast<uint32_t>(form.stride) : 0;
     }
     table.meta[i] = static_cast<uint32_t>(lines * kLine<T> - segment.size) |
                     static_cast<uint32_t>(type) << 5 |
@@ -153,8 +154,8 @@ bool FillSegments(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag
 
 // Fills table for segments [first, first + count) of a layout, in tiles of `tile` elements.
 template <typename T, int kCapacity>
-bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, int64_t first,
-               int64_t count, int64_t tile, SegmentTable<kCapacity>& table) {
+bool FillTable(const Layout& layout, const Leaves& leaves, Tag tag, int64_t first, int64_t count,
+               int64_t tile, SegmentTable<kCapacity>& table) {
   table.first_segment = static_cast<uint32_t>(first);
   if (!FillSegments<T>(layout, leaves, tag, first, count, table)) return false;
   const Segment* segments = layout.segments + first;
@@ -180,34 +181,18 @@ bool FillTable(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag, i
 }
 
 // Calls launch(grid, table) for each launch, with a table of the smallest capacity that fits.
-template <typename T, int kVectors = 1, int kMedium = kMediumTable, int kLarge = kLargeTable,
-          typename F>
-cudaError_t ForEachLaunch(const Layout& layout, const std::vector<Leaf>& leaves, Tag tag,
-                          const F& launch) {
+template <typename T, int kVectors = 1, typename F>
+cudaError_t ForEachLaunch(const Layout& layout, const Leaves& leaves, Tag tag,
+                          const TableCache& cache, const F& launch) {
   if (layout.size * layout.members == 0) return cudaSuccess;
-  const auto run = [&](auto& table, int64_t first, int64_t count) {
-    if (!FillTable<T>(layout, leaves, tag, first, count, kVectors * kTile, table))
-      return cudaErrorInvalidValue;
-    launch(dim3(table.tiles * static_cast<unsigned>(layout.members)), table);
-    return cudaPeekAtLastError();
-  };
-  // A layout without segments still has padding to look after: one launch with an empty table.
-  for (int64_t first = 0; first == 0 || first < layout.num_segments; first += kLarge) {
-    const int64_t left = layout.num_segments - first;
-    cudaError_t error;
-    if (left <= kSmallTable) {
-      SegmentTable<kSmallTable> table{};
-      error = run(table, first, left);
-    } else if (left <= kMedium) {
-      SegmentTable<kMedium> table;
-      error = run(table, first, left);
-    } else {
-      SegmentTable<kLarge> table;
-      error = run(table, first, left < kLarge ? left : kLarge);
-    }
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return LaunchTables<SegmentTable, kSmallTable, kMediumTable, kLargeTable>(
+      layout, {&leaves}, cache,
+      [&](int64_t first, int64_t count, auto& table) {
+        return FillTable<T>(layout, leaves, tag, first, count, kVectors * kTile, table);
+      },
+      [&](const auto& table) {
+        launch(dim3(table.tiles * static_cast<unsigned>(layout.members)), table);
+      });
 }
 
 }  // namespace jaxrenaissance

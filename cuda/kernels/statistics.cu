@@ -67,10 +67,10 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T>
 cudaError_t Launch(const Layout& layout, const GradientOperands& gradients, int32_t first_leaf,
-                   int32_t* ints, cudaStream_t stream) {
+                   int32_t* ints, const TableCache& tables, cudaStream_t stream) {
   const T* arena = static_cast<const T*>(gradients.arena);
   return ForEachLaunch<T, kStatisticsVectors>(
-      layout, gradients.leaves, Tag::kLeaf, [&](dim3 grid, const auto& table) {
+      layout, gradients.leaves, Tag::kLeaf, tables, [&](dim3 grid, const auto& table) {
         if (gradients.from_arena) {
           StatisticsKernel<T, true><<<grid, kThreads, 0, stream>>>(
               arena, gradients.arena_stride, layout.size, layout.members, first_leaf, ints, table);
@@ -92,9 +92,10 @@ cudaError_t Preload() {
 }  // namespace
 
 cudaError_t LaunchStatistics(const Layout& layout, const GradientOperands& gradients,
-                             int32_t first_leaf, int32_t* ints, cudaStream_t stream) {
+                             int32_t first_leaf, int32_t* ints, const TableCache& tables,
+                             cudaStream_t stream) {
   return (layout.is_double ? Launch<double> : Launch<float>)(layout, gradients, first_leaf, ints,
-                                                             stream);
+                                                             tables, stream);
 }
 
 cudaError_t PreloadStatistics() {

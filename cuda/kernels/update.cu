@@ -64,20 +64,21 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : kMinBlocks)
 
 template <typename Rule, typename T, typename S>
 cudaError_t Launch(const Layout& layout, const Floats& floats, const UpdateOperands& operands,
-                   cudaStream_t stream) {
+                   const TableCache& tables, cudaStream_t stream) {
   const Arenas<T> arenas = MakeArenas<T>(layout, operands);
   const S* scalars = static_cast<const S*>(floats.data);
   const Ratios<S> ratios = {static_cast<const S*>(operands.ratios), operands.ratios_stride};
   const GradientOperands& gradients = operands.gradients;
-  return ForEachLaunch<T>(layout, gradients.leaves, Tag::kGroup, [&](dim3 grid, const auto& table) {
-    if (gradients.from_arena) {
-      UpdateKernel<Rule, T, S, true><<<grid, kThreads, 0, stream>>>(
-          scalars, floats.stride, operands.gated, arenas, ratios, table);
-    } else {
-      UpdateKernel<Rule, T, S, false><<<grid, kThreads, 0, stream>>>(
-          scalars, floats.stride, operands.gated, arenas, ratios, table);
-    }
-  });
+  return ForEachLaunch<T>(layout, gradients.leaves, Tag::kGroup, tables,
+                          [&](dim3 grid, const auto& table) {
+                            if (gradients.from_arena) {
+                              UpdateKernel<Rule, T, S, true><<<grid, kThreads, 0, stream>>>(
+                                  scalars, floats.stride, operands.gated, arenas, ratios, table);
+                            } else {
+                              UpdateKernel<Rule, T, S, false><<<grid, kThreads, 0, stream>>>(
+                                  scalars, floats.stride, operands.gated, arenas, ratios, table);
+                            }
+                          });
 }
 
 template <typename Rule, typename T, typename S>
@@ -91,14 +92,15 @@ cudaError_t Preload() {
 }  // namespace
 
 cudaError_t LaunchUpdate(UpdateKind kind, const Layout& layout, const Floats& floats,
-                         const UpdateOperands& operands, cudaStream_t stream) {
+                         const UpdateOperands& operands, const TableCache& tables,
+                         cudaStream_t stream) {
   return WithRule(kind, [&](auto rule) {
     using Rule = decltype(rule);
     // float64 scalars beside a float32 arena: a model with leaves of both types.
     const auto launch = layout.is_double   ? Launch<Rule, double, double>
                         : floats.is_double ? Launch<Rule, float, double>
                                            : Launch<Rule, float, float>;
-    return launch(layout, floats, operands, stream);
+    return launch(layout, floats, operands, tables, stream);
   });
 }
 

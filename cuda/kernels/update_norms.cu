@@ -76,13 +76,14 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename Rule, typename T, typename S>
 cudaError_t Launch(const Layout& layout, const Floats& floats, const UpdateOperands& operands,
-                   const Workspace& workspace, int32_t* of_weights, cudaStream_t stream) {
+                   const Workspace& workspace, int32_t* of_weights, const TableCache& tables,
+                   cudaStream_t stream) {
   const Arenas<T> arenas = MakeArenas<T>(layout, operands);
   const S* scalars = static_cast<const S*>(floats.data);
   const Ratios<S> ratios = {static_cast<const S*>(operands.ratios), operands.ratios_stride};
   const GradientOperands& gradients = operands.gradients;
   return ForEachPartialLaunch<T, kLargePartialTable>(
-      layout, gradients.leaves, Tag::kGroup, [&](dim3 grid, const auto& table) {
+      layout, gradients.leaves, Tag::kGroup, tables, [&](dim3 grid, const auto& table) {
         if (gradients.from_arena) {
           UpdateNormsKernel<Rule, T, S, true><<<grid, kThreads, 0, stream>>>(
               scalars, floats.stride, arenas, ratios, workspace, of_weights, table);
@@ -102,13 +103,13 @@ cudaError_t Preload() {
 
 cudaError_t LaunchUpdateNorms(UpdateKind kind, const Layout& layout, const Floats& floats,
                               const UpdateOperands& operands, const Workspace& workspace,
-                              int32_t* of_weights, cudaStream_t stream) {
+                              int32_t* of_weights, const TableCache& tables, cudaStream_t stream) {
   return WithRule(kind, [&](auto rule) {
     using Rule = decltype(rule);
     const auto launch = layout.is_double   ? Launch<Rule, double, double>
                         : floats.is_double ? Launch<Rule, float, double>
                                            : Launch<Rule, float, float>;
-    return launch(layout, floats, operands, workspace, of_weights, stream);
+    return launch(layout, floats, operands, workspace, of_weights, tables, stream);
   });
 }
 

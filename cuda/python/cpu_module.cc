@@ -13,6 +13,7 @@ pybind11::dict CpuBuildInfo() {
 PYBIND11_MODULE(_jaxrenaissance_cpu, module) {
   module.doc() = "XLA FFI handlers of jaxrenaissance for the CPU";
   module.def("handlers", [] { return Capsules(CpuHandlers()); });
+  module.def("state_types", [] { return Capsules(CpuState()); });
   module.def("build_info", &CpuBuildInfo);
   module.def("scalar_slots", [] { return Numbers(ScalarSlots()); });
 }

@@ -25,6 +25,7 @@ pybind11::tuple DriverCuda() {
 PYBIND11_MODULE(_jaxrenaissance_cuda, module) {
   module.doc() = "XLA FFI handlers of jaxrenaissance for CUDA";
   module.def("handlers", [] { return Capsules(CudaHandlers()); });
+  module.def("state_types", [] { return Capsules(CudaState()); });
   module.def("build_info", &CudaBuildInfo);
   module.def("scalar_slots", [] { return Numbers(ScalarSlots()); });
   module.def("driver_cuda", &DriverCuda);

@@ -24,6 +24,15 @@ inline pybind11::dict Capsules(const std::vector<HandlerEntry>& entries) {
   return targets;
 }
 
+// {type name: {field: capsule}}, as jax.ffi.register_ffi_type takes them.
+inline pybind11::dict Capsules(const StateType& type) {
+  pybind11::dict fields, types;
+  fields["type_id"] = pybind11::capsule(static_cast<void*>(type.id));
+  fields["type_info"] = pybind11::capsule(static_cast<const void*>(type.info));
+  types[type.name] = fields;
+  return types;
+}
+
 inline pybind11::dict Numbers(const std::vector<std::pair<const char*, int>>& entries) {
   pybind11::dict numbers;
   for (const auto& [name, value] : entries) numbers[name] = value;

@@ -143,13 +143,17 @@ class NativeBackend:
                 )
 
     def _register(self, module: ModuleType) -> None:
-        for target, stages in module.handlers().items():
-            try:
-                jax.ffi.register_ffi_target(target, stages, platform=self.jax_platform)
-            except Exception as error:  # jaxlib's own error classes differ between releases
-                raise self._unavailable(
-                    f"jaxlib {version('jaxlib')} refused the handler {target}: {error}"
-                ) from error
+        name = ""
+        try:
+            # First: a handler's metadata names the type of the state that it makes.
+            for name, fields in module.state_types().items():
+                jax.ffi.register_ffi_type(name, fields, platform=self.jax_platform)
+            for name, stages in module.handlers().items():
+                jax.ffi.register_ffi_target(name, stages, platform=self.jax_platform)
+        except Exception as error:  # jaxlib's own error classes differ between releases
+            raise self._unavailable(
+                f"jaxlib {version('jaxlib')} refused to register {name}: {error}"
+            ) from error
 
 
 _BACKENDS = {

@@ -1,0 +1,105 @@
+// The CPU's handlers of what updates: update and changes.
+#include <cstring>
+
+#include "core/update.h"
+#include "ffi/cpu_elements.h"
+#include "ffi/cpu_sweeps.h"
+
+namespace jaxrenaissance {
+namespace {
+
+template <typename Rule, UpdateKind kKind>
+ffi::Future Update(ffi::ThreadPool pool, const CpuProgram* program, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets) {
+  Decoder decoder(args, rets, *program);
+  UpdateCall call = DecodeUpdate(decoder, Rule::kMoments);
+  if (!decoder.ok()) return Failed(decoder.error());
+  const auto& kernels =
+      BestCpuKernels()
+          .update[call.layout.is_double][call.floats.is_double][static_cast<int>(kKind)];
+  const int64_t chunks = program->NumChunks();
+  return ForEachChunk(pool, chunks, [program, call = std::move(call), &kernels, chunks](int64_t i) {
+    // Backwards: the statistics pass has just left the last gradients in the cache.
+    const int64_t chunk = chunks - 1 - i;
+    ForEachStretch(
+        *program, chunk, [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
+          if (FloatAt(call.floats, member * call.floats.stride + kApply) == 0) return;
+          TypedStretch own =
+              StretchOf(call.layout, call.floats, call.operands, member, segment, low, high);
+          const std::optional<double> ratio = RatioOf(call, member, segment);
+          own.stretch.ratio = ratio ? &*ratio : nullptr;
+          kernels[static_cast<int>(own.type)](own.stretch);
+        });
+  });
+}
+
+// What is read from leaves and written to leaves goes through a small arena of its own, which stays
+// in the cache, so that every pair of types is not a loop of its own.
+template <typename Rule, UpdateKind kKind>
+ffi::Future Changes(ffi::ThreadPool pool, const CpuProgram* program, ffi::RemainingArgs args,
+                    ffi::RemainingRets rets) {
+  Decoder decoder(args, rets, *program);
+  ChangesCall call = DecodeChanges(decoder, Rule::kMoments);
+  if (!decoder.ok()) return Failed(decoder.error());
+  const int64_t chunks = program->NumChunks();
+  return ForEachChunk(pool, chunks, [program, call = std::move(call), chunks](int64_t i) {
+    constexpr int64_t kBlock = 1024;  // elements
+    alignas(64) double block[kBlock];
+    const bool is_double = call.layout.is_double;
+    const CpuKernels& kernels = BestCpuKernels();
+    const auto& change = kernels.change[is_double][call.floats.is_double][static_cast<int>(kKind)];
+    const auto step = [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
+      const Leaf& to = call.changes[segment.leaf];
+      memset(block, 0, sizeof(block));
+      if (FloatAt(call.floats, member * call.floats.stride + kApply) != 0) {
+        if (!call.weights.empty()) {
+          const Leaf& weight = call.weights[segment.leaf];
+          kernels.widen[is_double][static_cast<int>(weight.type)](
+              LeafElement(weight, member, segment, low), block, high - low);
+        }
+        TypedStretch own =
+            StretchOf(call.layout, call.floats, call.operands, member, segment, low, high);
+        own.stretch.weights = block;
+        const std::optional<double> ratio = RatioOf(call, member, segment);
+        own.stretch.ratio = ratio ? &*ratio : nullptr;
+        change[static_cast<int>(own.type)](own.stretch);
+      }
+      kernels.narrow[is_double][static_cast<int>(to.type)](
+          block, LeafElement(to, member, segment, low), high - low);
+    };
+    // Backwards, as the update.
+    ForEachStretch(*program, chunks - 1 - i,
+                   [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
+                     for (; low < high; low += kBlock)
+                       step(member, segment, low, std::min(low + kBlock, high));
+                   });
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(kUpdateSgd, (Update<Sgd, UpdateKind::kSgd>), BindCpu());
+XLA_FFI_DEFINE_HANDLER(kUpdateMomentum, (Update<Momentum, UpdateKind::kMomentum>), BindCpu());
+XLA_FFI_DEFINE_HANDLER(kUpdateNesterov, (Update<Nesterov, UpdateKind::kNesterov>), BindCpu());
+XLA_FFI_DEFINE_HANDLER(kUpdateAdam, (Update<Adam, UpdateKind::kAdam>), BindCpu());
+XLA_FFI_DEFINE_HANDLER(kUpdateLion, (Update<Lion, UpdateKind::kLion>), BindCpu());
+XLA_FFI_DEFINE_HANDLER(kChangesSgd, (Changes<Sgd, UpdateKind::kSgd>), BindCpu());
+XLA_FFI_DEFINE_HANDLER(kChangesMomentum, (Changes<Momentum, UpdateKind::kMomentum>), BindCpu());
+XLA_FFI_DEFINE_HANDLER(kChangesNesterov, (Changes<Nesterov, UpdateKind::kNesterov>), BindCpu());
+XLA_FFI_DEFINE_HANDLER(kChangesAdam, (Changes<Adam, UpdateKind::kAdam>), BindCpu());
+XLA_FFI_DEFINE_HANDLER(kChangesLion, (Changes<Lion, UpdateKind::kLion>), BindCpu());
+
+}  // namespace
+
+std::vector<CpuTarget> CpuUpdateTargets() {
+  return {{"jaxrenaissance_update_sgd_v1", kUpdateSgd},
+          {"jaxrenaissance_update_momentum_v1", kUpdateMomentum},
+          {"jaxrenaissance_update_nesterov_v1", kUpdateNesterov},
+          {"jaxrenaissance_update_adam_v1", kUpdateAdam},
+          {"jaxrenaissance_update_lion_v1", kUpdateLion},
+          {"jaxrenaissance_changes_sgd_v1", kChangesSgd},
+          {"jaxrenaissance_changes_momentum_v1", kChangesMomentum},
+          {"jaxrenaissance_changes_nesterov_v1", kChangesNesterov},
+          {"jaxrenaissance_changes_adam_v1", kChangesAdam},
+          {"jaxrenaissance_changes_lion_v1", kChangesLion}};
+}
+
+}  // namespace jaxrenaissance
