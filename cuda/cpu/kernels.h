@@ -11,6 +11,7 @@ namespace jaxrenaissance {
 // `floats_are_double` says in which type.
 struct UpdateStretch {
   void* weights;
+  void* changes;  // where `change` puts what is to be added to the weights, which then stay
   void* moments[2];
   void* ema;            // null where there is none
   const double* ratio;  // the trust ratio; null where there is none
@@ -39,7 +40,7 @@ using AccumulateFn = bool (*)(const void* gradient, void* accumulator, int64_t c
 using LerpFn = void (*)(void* data, const void* target, int64_t count, double tau);
 
 // Indexed by [arena is double][floats are double][kind][gradient type], and so on; null where a
-// float32 arena would meet a float64 leaf. `change` leaves the changes where the weights were.
+// float32 arena would meet a float64 leaf.
 struct CpuKernels {
   const char* name;
   UpdateFn update[2][2][kUpdateKinds][kLeafTypes];

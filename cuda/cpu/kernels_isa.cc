@@ -30,13 +30,13 @@ GroupScalars<T> ScalarsOf(const UpdateStretch& stretch) {
   return scalars;
 }
 
-// With kChange what is to be added to the weights takes their place.
 template <typename Rule, typename T, typename S, typename G, bool kChange>
 void Update(const UpdateStretch& stretch) {
   const S* floats = static_cast<const S*>(stretch.floats);
   const GroupScalars<T> scalars = ScalarsOf<T, S>(stretch);
   const CallScalars<T> call = LoadCall<T>(floats);
   T* __restrict w = static_cast<T*>(stretch.weights);
+  T* __restrict changes = static_cast<T*>(stretch.changes);
   T* __restrict m = static_cast<T*>(stretch.moments[0]);
   T* __restrict v = static_cast<T*>(stretch.moments[1]);
   T* __restrict e = static_cast<T*>(stretch.ema);
@@ -54,10 +54,11 @@ void Update(const UpdateStretch& stretch) {
       const T gi = ScaledGradient(call, static_cast<T>(Widen(g[i])));
       if constexpr (kChange) {
         ToChange<Rule>(scalars, gi, wi, mi, vi);
+        changes[i] = wi;
       } else {
         Apply<Rule>(scalars, gi, wi, mi, vi);
+        w[i] = wi;
       }
-      w[i] = wi;
       if constexpr (Rule::kMoments > 0) m[i] = mi;
       if constexpr (Rule::kMoments > 1) v[i] = vi;
     }

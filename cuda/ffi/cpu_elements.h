@@ -67,6 +67,7 @@ inline TypedStretch StretchOf(const Layout& layout, const Floats& floats,
   const void* gradient =
       GradientElement(operands.gradients, layout.is_double, member, segment, low, type);
   return {{Offset(operands.weights, offset),
+           nullptr,
            {Offset(operands.moments[0], offset), Offset(operands.moments[1], offset)},
            Offset(operands.ema, offset),
            nullptr,

@@ -33,8 +33,13 @@ ffi::Future Update(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remaini
   });
 }
 
-// What is read from leaves and written to leaves goes through a small arena of its own, which stays
-// in the cache, so that every pair of types is not a loop of its own.
+constexpr int64_t kBlock = 1024;  // elements
+
+// What the weights are where an optimizer does not look at them.
+alignas(64) const double kZeros[kBlock] = {};
+
+// Leaves of another type than the arena's go through a block that stays in the cache, so that every
+// pair of types is not a loop of its own.
 template <typename Rule, UpdateKind kKind>
 ffi::Future Changes(ffi::ThreadPool pool, const CpuProgram* program, ffi::RemainingArgs args,
                     ffi::RemainingRets rets) {
@@ -43,29 +48,37 @@ ffi::Future Changes(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remain
   if (!decoder.ok()) return Failed(decoder.error());
   const int64_t chunks = program->NumChunks();
   return ForEachChunk(pool, chunks, [program, call = std::move(call), chunks](int64_t i) {
-    constexpr int64_t kBlock = 1024;  // elements
-    alignas(64) double block[kBlock];
+    alignas(64) double wide[kBlock], narrow[kBlock];
     const bool is_double = call.layout.is_double;
+    const LeafType arena_type = is_double ? LeafType::kF64 : LeafType::kF32;
     const CpuKernels& kernels = BestCpuKernels();
     const auto& change = kernels.change[is_double][call.floats.is_double][static_cast<int>(kKind)];
     const auto step = [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
       const Leaf& to = call.changes[segment.leaf];
-      memset(block, 0, sizeof(block));
-      if (FloatAt(call.floats, member * call.floats.stride + kApply) != 0) {
-        if (!call.weights.empty()) {
-          const Leaf& weight = call.weights[segment.leaf];
-          kernels.widen[is_double][static_cast<int>(weight.type)](
-              LeafElement(weight, member, segment, low), block, high - low);
-        }
+      void* target = LeafElement(to, member, segment, low);
+      void* changes = to.type == arena_type ? target : narrow;
+      if (FloatAt(call.floats, member * call.floats.stride + kApply) == 0) {
+        memset(changes, 0, static_cast<size_t>((high - low) * ArenaItem(is_double)));
+      } else {
         TypedStretch own =
             StretchOf(call.layout, call.floats, call.operands, member, segment, low, high);
-        own.stretch.weights = block;
+        own.stretch.changes = changes;
+        own.stretch.weights = const_cast<double*>(kZeros);
+        if (!call.weights.empty()) {
+          const Leaf& weight = call.weights[segment.leaf];
+          own.stretch.weights = LeafElement(weight, member, segment, low);
+          if (weight.type != arena_type) {
+            kernels.widen[is_double][static_cast<int>(weight.type)](own.stretch.weights, wide,
+                                                                    high - low);
+            own.stretch.weights = wide;
+          }
+        }
         const std::optional<double> ratio = RatioOf(call, member, segment);
         own.stretch.ratio = ratio ? &*ratio : nullptr;
         change[static_cast<int>(own.type)](own.stretch);
       }
-      kernels.narrow[is_double][static_cast<int>(to.type)](
-          block, LeafElement(to, member, segment, low), high - low);
+      if (changes != target)
+        kernels.narrow[is_double][static_cast<int>(to.type)](changes, target, high - low);
     };
     // Backwards, as the update.
     ForEachStretch(*program, chunks - 1 - i,

@@ -35,13 +35,20 @@ ffi::Error Checked(cudaError_t error) {
   return ffi::Error::Internal(std::string("jaxrenaissance: CUDA: ") + cudaGetErrorString(error));
 }
 
+std::atomic<int64_t> executions{0};
+
+ffi::Error Launched(cudaError_t error) {
+  executions.fetch_add(1, std::memory_order_relaxed);
+  return Checked(error);
+}
+
 template <UpdateKind kKind, int kMoments>
 ffi::Error Update(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
                   ffi::RemainingRets rets) {
   Decoder decoder(args, rets, *program);
   const UpdateCall call = DecodeUpdate(decoder, kMoments);
   if (!decoder.ok()) return decoder.error();
-  return Checked(
+  return Launched(
       LaunchUpdate(kKind, call.layout, call.floats, call.operands, program->tables, stream));
 }
 
@@ -51,8 +58,8 @@ ffi::Error Changes(cudaStream_t stream, const CudaProgram* program, ffi::Remaini
   Decoder decoder(args, rets, *program);
   const ChangesCall call = DecodeChanges(decoder, kMoments);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchChanges(kKind, call.layout, call.floats, call.operands, call.weights,
-                               call.changes, program->tables, stream));
+  return Launched(LaunchChanges(kKind, call.layout, call.floats, call.operands, call.weights,
+                                call.changes, program->tables, stream));
 }
 
 template <UpdateKind kKind, int kMoments>
@@ -61,8 +68,8 @@ ffi::Error UpdateNorms(cudaStream_t stream, const CudaProgram* program, ffi::Rem
   Decoder decoder(args, rets, *program);
   const UpdateNormsCall call = DecodeUpdateNorms(decoder, kMoments);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchUpdateNorms(kKind, call.layout, call.floats, call.operands, call.workspace,
-                                   call.of_weights, program->tables, stream));
+  return Launched(LaunchUpdateNorms(kKind, call.layout, call.floats, call.operands, call.workspace,
+                                    call.of_weights, program->tables, stream));
 }
 
 template <NormsCall (*kDecode)(Decoder&)>
@@ -71,7 +78,7 @@ ffi::Error Norms(cudaStream_t stream, const CudaProgram* program, ffi::Remaining
   Decoder decoder(args, rets, *program);
   const NormsCall call = kDecode(decoder);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchNorms(call.layout, call.operands, program->tables, stream));
+  return Launched(LaunchNorms(call.layout, call.operands, program->tables, stream));
 }
 
 template <FinishOperands (*kDecode)(Decoder&)>
@@ -80,7 +87,7 @@ ffi::Error Finish(cudaStream_t stream, const CudaProgram* program, ffi::Remainin
   Decoder decoder(args, rets, *program);
   const FinishOperands operands = kDecode(decoder);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchFinish(operands, stream));
+  return Launched(LaunchFinish(operands, stream));
 }
 
 ffi::Error Lerp(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
@@ -88,7 +95,7 @@ ffi::Error Lerp(cudaStream_t stream, const CudaProgram* program, ffi::RemainingA
   Decoder decoder(args, rets, *program);
   const LerpCall call = DecodeLerp(decoder);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchLerp(call.layout, call.operands, program->tables, stream));
+  return Launched(LaunchLerp(call.layout, call.operands, program->tables, stream));
 }
 
 ffi::Error Statistics(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
@@ -97,8 +104,8 @@ ffi::Error Statistics(cudaStream_t stream, const CudaProgram* program, ffi::Rema
   const StatisticsCall call = DecodeStatistics(decoder);
   const int64_t first_leaf = decoder.Attribute(&Attributes::first_leaf);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchStatistics(call.layout, call.gradients, static_cast<int32_t>(first_leaf),
-                                  call.ints, program->tables, stream));
+  return Launched(LaunchStatistics(call.layout, call.gradients, static_cast<int32_t>(first_leaf),
+                                   call.ints, program->tables, stream));
 }
 
 ffi::Error Unpack(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
@@ -106,8 +113,8 @@ ffi::Error Unpack(cudaStream_t stream, const CudaProgram* program, ffi::Remainin
   Decoder decoder(args, rets, *program);
   const UnpackCall call = DecodeUnpack(decoder);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchUnpack(call.layout, call.arena, call.arena_stride, call.leaves,
-                              program->tables, stream));
+  return Launched(LaunchUnpack(call.layout, call.arena, call.arena_stride, call.leaves,
+                               program->tables, stream));
 }
 
 ffi::Error Pack(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
@@ -115,7 +122,7 @@ ffi::Error Pack(cudaStream_t stream, const CudaProgram* program, ffi::RemainingA
   Decoder decoder(args, rets, *program);
   const PackCall call = DecodePack(decoder);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchPack(call.layout, call.leaves, call.arena, program->tables, stream));
+  return Launched(LaunchPack(call.layout, call.leaves, call.arena, program->tables, stream));
 }
 
 ffi::Error Prologue(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
@@ -123,8 +130,8 @@ ffi::Error Prologue(cudaStream_t stream, const CudaProgram* program, ffi::Remain
   Decoder decoder(args, rets, *program);
   const PrologueCall call = DecodePrologue(decoder);
   if (!decoder.ok()) return decoder.error();
-  return Checked(LaunchPrologue(call.is_double, call.floats, call.ints, call.num_groups,
-                                decoder.members(), stream));
+  return Launched(LaunchPrologue(call.is_double, call.floats, call.ints, call.num_groups,
+                                 decoder.members(), stream));
 }
 
 // XLA asks before every execution: devices whose kernels are loaded are remembered.
@@ -198,6 +205,8 @@ JR_DEFINE_OP(Pack, Pack, PreloadPacking);
 JR_DEFINE_OP(Prologue, Prologue, PreloadPrologue);
 
 }  // namespace
+
+int64_t CudaExecutions() { return executions.load(std::memory_order_relaxed); }
 
 #define JR_ENTRIES(name, op)                                     \
   {"jaxrenaissance_" name "_v1", "instantiate", kInstantiate},   \

@@ -22,6 +22,9 @@ struct StateType {
 
 std::vector<HandlerEntry> CpuHandlers();
 std::vector<HandlerEntry> CudaHandlers();
+// How often a handler has launched its kernels. XLA replays what it has captured without handlers.
+int64_t CudaExecutions();
+
 StateType CpuState();
 StateType CudaState();
 

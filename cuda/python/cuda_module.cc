@@ -29,6 +29,7 @@ PYBIND11_MODULE(_jaxrenaissance_cuda, module) {
   module.def("build_info", &CudaBuildInfo);
   module.def("scalar_slots", [] { return Numbers(ScalarSlots()); });
   module.def("driver_cuda", &DriverCuda);
+  module.def("executions", &CudaExecutions);
 }
 
 }  // namespace jaxrenaissance

@@ -7,6 +7,7 @@ from .backends import DISABLE as DISABLE
 from .backends import available as available
 from .backends import build_info as build_info
 from .backends import cuda_devices as cuda_devices
+from .backends import cuda_executions as cuda_executions
 from .backends import disabled as disabled
 from .backends import require as require
 from .backends import scalar_slots as scalar_slots

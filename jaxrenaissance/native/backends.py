@@ -213,6 +213,17 @@ def scalar_slots(platform: str) -> dict[str, int]:
     return _backend(platform).require().scalar_slots()
 
 
+def cuda_executions() -> int:
+    """How often a CUDA handler has launched its kernels in this process.
+
+    XLA replays the steps that it has captured in a command buffer without calling the handlers.
+
+    Raises:
+        BackendUnavailable: if the module does not work here.
+    """
+    return _backend("cuda").require().executions()
+
+
 def driver_cuda() -> tuple[int, int]:
     """The newest CUDA version that the NVIDIA driver supports, (0, 0) where there is no driver.
 
