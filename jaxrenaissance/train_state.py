@@ -706,9 +706,11 @@ class TrainState:
                 another optimizer's.
         """
         if not isinstance(like, TrainState):
+            is_around = isinstance(getattr(like, "core", None), TrainState)
             raise TypeError(
                 f"like: expected a TrainState, or jax.eval_shape(lambda: TrainState.create(…)), "
                 f"got a {type(like).__name__}"
+                + (" of jaxrenaissance.flax: like.restore(leaves) gives one" if is_around else "")
             )
         if like.ints.ndim != 1:
             raise ValueError(

@@ -20,6 +20,7 @@ from states import (
 )
 
 import jaxrenaissance as jr
+import jaxrenaissance.flax as jf
 from jaxrenaissance import checkpoint, packed, scalars
 
 
@@ -516,6 +517,11 @@ def test_a_state_of_members_is_an_error():
 def test_what_is_no_state_or_traced_is_an_error(trained):
     with pytest.raises(TypeError, match="like: expected a TrainState, or jax"):
         jr.TrainState.from_leaves(trained.to_leaves(), params())
+    around = jf.TrainState(core=trained, apply_fn=None)
+    with pytest.raises(
+        TypeError, match=r"a TrainState of .*flax: like\.restore\(leaves\) gives one"
+    ):
+        jr.TrainState.from_leaves(trained.to_leaves(), around)
     for traced in (lambda x: (x, trained), lambda x: (x, x)):
         with pytest.raises(TypeError, match="from_leaves: the leaves or `like` are traced"):
             jax.jit(lambda x, traced=traced: jr.TrainState.from_leaves(*traced(x)))(trained)

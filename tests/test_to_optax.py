@@ -59,6 +59,16 @@ def test_moments_take_the_dtypes_that_tx_has():
     np.testing.assert_array_equal(adam.mu["head"], jnp.asarray(wanted, jnp.bfloat16))
 
 
+def test_all_leaves_are_converted_by_one_program():
+    params = {str(n): jnp.ones(n) for n in (11, 13, 17, 19)}
+    tx, optimizer = PAIRS["lars"]
+    state = jr.TrainState.create(params, optimizer)
+    tx.init(state.params)
+    with count_compilations() as compilations:
+        jr.to_optax(state, tx)
+    assert len(compilations) == 1
+
+
 def test_skips_are_counted_and_sums_are_unscaled():
     optimizer = jr.adam(0.1, accumulate=jr.Accumulate(2), loss_scale=jr.StaticLossScale(8))
     state = jr.TrainState.create(tree(), optimizer)
