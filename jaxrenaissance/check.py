@@ -1,6 +1,6 @@
 """check: what the host looks at now and then, since a skipped step waits for nobody."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax.core
 import numpy as np
@@ -9,14 +9,22 @@ from . import packed, scalars
 from .train_state import TrainState
 
 
-class _Around(Protocol):
+class Around(Protocol):
     """A state of `jaxrenaissance.flax`."""
 
     @property
-    def core(self) -> TrainState: ...
+    def core(self) -> TrainState:
+        """The state inside."""
+        ...
 
 
-def check(state: TrainState | _Around, *, max_consecutive: int = 20) -> None:
+def core_of(state: Any) -> Any:
+    """The `TrainState` in a state of `jaxrenaissance.flax`; anything else as it is."""
+    core = getattr(state, "core", None)
+    return core if isinstance(core, TrainState) else state
+
+
+def check(state: TrainState | Around, *, max_consecutive: int = 20) -> None:
     """Raises where too many updates in a row were skipped because a gradient was not finite.
 
     Call it on the host when you log; it waits for the step that made the state. Of a state with
@@ -34,7 +42,7 @@ def check(state: TrainState | _Around, *, max_consecutive: int = 20) -> None:
         TypeError: if it is no state, or a traced one, inside jit.
         ValueError: if the optimizer was made with skip_nonfinite=False: nothing is looked at then.
     """
-    state = state if isinstance(state, TrainState) else getattr(state, "core", state)
+    state = core_of(state)
     if not isinstance(state, TrainState):
         raise TypeError(f"check: expected a TrainState, got a {type(state).__name__}")
     if not state.spec.skip_nonfinite:

@@ -19,7 +19,7 @@ from .checkpoint_reader import Reader, by_path, join, without_keys
 from .extra import copy
 from .ops.checks import leaf_dtypes
 from .packed import Packed
-from .paths import path_string
+from .paths import leaves_with_paths
 from .plan import MemoryPlan
 from .spec import Spec
 from .static import Static
@@ -39,6 +39,7 @@ _FAMILIES = {
     "lars_nesterov": "lars",
 }
 _MOMENTS = ("mu", "nu")
+_BY_PATH = ("master", *_MOMENTS, "ema", "accumulator")
 _HEAD = ("format", "optimizer")
 _DEBIASED = "ema_debias"
 
@@ -63,54 +64,81 @@ def moments_of(spec: Spec) -> str | None:
 def to_leaves(contents: Contents, *, host: bool) -> dict[str, Any]:
     """See `TrainState.to_leaves`."""
     static, *arrays = contents
-    if not host:
-        return _to_leaves(static, *arrays)
-    return _leaves(static, *jax.device_get(without_keys(tuple(arrays))))
+    buffers, *others = without_keys(tuple(arrays))
+    if host:
+        buffers, *others = jax.device_get((buffers, *others))
+        leaves = _head(static, buffers.floats, buffers.ints)
+    else:
+        # Copied, since the state's own buffers are donated some day.
+        others = copy(others)
+        leaves = _traced_head(static, buffers.floats, buffers.ints)
+    leaves |= _body(static, buffers, *others)
+    _check_paths(static.plan, contents, by_path(leaves, "to_leaves"))
+    return _without_empty(leaves)
 
 
-@jax.jit(static_argnums=0, inline=True)
-def _to_leaves(static: Static, *arrays: Any) -> dict[str, Any]:
-    buffers, *others = without_keys(arrays)
-    # Copied, since the state's own buffers are donated some day.
-    return _leaves(static, buffers, *copy(others))
+def _head(static: Static, floats: Any, ints: Any) -> dict[str, Any]:
+    """What is no array of the model's: traced, or NumPy's where the numbers are."""
+    np_or_jnp: Any = np if isinstance(ints, np.ndarray) else jnp
+    return {
+        "format": np_or_jnp.asarray(FORMAT, np.int32),
+        "optimizer": {name: np_or_jnp.asarray(1, np.int32) for name in _label(static.spec)},
+        **checkpoint_numbers.read(static.spec, static.plan, floats, ints),
+    }
 
 
-def _leaves(
+_traced_head = jax.jit(_head, static_argnums=0, inline=True)
+
+
+def _body(
     static: Static, buffers: Buffers, frozen: tuple[Any, ...], extra: Any, ema_extra: Any
 ) -> dict[str, Any]:
-    """The leaves: traced, or NumPy's where the buffers are."""
+    """All arrays of the model: NumPy's where the buffers are, else unpacked by launches.
+
+    Outside of jit, all series share one compiled program: one that returns them all would take
+    longer to compile than all else together.
+    """
     spec, plan = static.spec, static.plan
     on_host = isinstance(buffers.ints, np.ndarray)
-    np_or_jnp: Any = np if on_host else jnp
     unpack = _slices if on_host else functools.partial(packed.unpack, backend=spec.backend)
     wide = packed.arena_dtypes(plan)
 
-    def of_leaves(arenas: Arenas) -> Any:
-        return _tree([leaf.path for leaf in plan.leaves], unpack(plan, arenas, wide))
-
-    def one() -> Any:
-        return np_or_jnp.asarray(1, np.int32)
-
-    leaves: dict[str, Any] = {
-        "format": np_or_jnp.asarray(FORMAT, np.int32),
-        "optimizer": {name: one() for name in _label(spec)},
-        "params": packed.merge(
-            plan, unpack(plan, buffers.weights, packed.given_dtypes(plan)), frozen
-        ),
-    }
+    given = unpack(plan, buffers.weights, packed.given_dtypes(plan))
+    leaves: dict[str, Any] = {"params": packed.merge(plan, given, frozen)}
     narrow = [leaf.dtype != plan.arenas[leaf.arena].dtype for leaf in plan.leaves]
     if any(narrow):
-        kept = zip(plan.leaves, unpack(plan, buffers.weights, wide), narrow, strict=True)
-        pairs = [(leaf.path, x) for leaf, x, is_narrow in kept if is_narrow]
-        leaves["master"] = _tree(*zip(*pairs, strict=True))
+        leaves["master"] = _tree(plan, unpack(plan, buffers.weights, wide), narrow)
     for name, arenas in _series(spec, buffers).items():
-        leaves[name] = of_leaves(arenas)
-    leaves |= checkpoint_numbers.read(spec, plan, buffers.floats, buffers.ints)
+        leaves[name] = _tree(plan, unpack(plan, arenas, wide))
     for name, tree in (("extra", extra), ("ema_extra", ema_extra)):
         if tree is not None:
             leaves[name] = _unpacked(tree, on_host=on_host)
-    by_path(leaves, "to_leaves")  # raises where two leaves have one path
     return leaves
+
+
+def _check_paths(plan: MemoryPlan, contents: Contents, found: Mapping[str, Any]) -> None:
+    """Raises where `from_leaves` would not find a leaf: its path depends on where the tree is."""
+    wanted = [join("params", path) for path in packed.all_paths(plan)]
+    for section in ("extra", "ema_extra"):
+        for path, x in leaves_with_paths(getattr(contents, section), _is_packed):
+            inner = packed.all_paths(x.plan) if isinstance(x, Packed) else [""]
+            wanted += [join(join(section, path), rest) for rest in inner]
+    lost = [path for path in wanted if path not in found]
+    if lost:
+        raise ValueError(
+            f"to_leaves: no checkpoint can name the leaf {lost[0]!r}, since '' is a name in its "
+            "tree. Rename it"
+        )
+
+
+def _without_empty(leaves: dict[str, Any]) -> dict[str, Any]:
+    """The leaves but those without elements, which Orbax cannot write and a reader can make."""
+    return {
+        name: {path: x for path, x in part.items() if 0 not in x.shape}
+        if name in _BY_PATH and isinstance(part, dict)
+        else jtu.tree_map(lambda x: None if 0 in x.shape else x, part)
+        for name, part in leaves.items()
+    }
 
 
 def from_leaves(leaves: Any, like: Contents) -> Contents:
@@ -118,6 +146,7 @@ def from_leaves(leaves: Any, like: Contents) -> Contents:
     if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves((leaves, tuple(like[1:])))):
         raise TypeError("from_leaves: the leaves or `like` are traced. Call it outside of jit")
     static = like.static
+    like = Contents(static, *jtu.tree_map(_abstract_if_deleted, tuple(like[1:])))
     spec, plan, backend = static.spec, static.plan, static.spec.backend
     packed.refuse_sharded(leaves, "leaves")
     found = by_path(dict(leaves) if isinstance(leaves, Mapping) else leaves, "leaves")
@@ -232,8 +261,7 @@ def _unpacked(tree: Any, *, on_host: bool) -> Any:
 
 
 def _read_extra(reader: Reader, section: str, like: Any) -> Any:
-    def read(key_path: jtu.KeyPath, x: Any) -> Any:
-        path = path_string(key_path)
+    def read(path: str, x: Any) -> Any:
         if not isinstance(x, Packed):
             return reader.like(section, path, x)
         leaves = []
@@ -244,7 +272,8 @@ def _read_extra(reader: Reader, section: str, like: Any) -> Any:
         complete = all(leaf is not None for leaf in leaves)
         return x.replace(x.plan.treedef.unflatten(leaves)) if complete else None
 
-    return jtu.tree_map_with_path(read, like, is_leaf=_is_packed)
+    treedef = jtu.tree_structure(like, is_leaf=_is_packed)
+    return treedef.unflatten([read(*entry) for entry in leaves_with_paths(like, _is_packed)])
 
 
 @jax.jit(inline=True)
@@ -310,17 +339,30 @@ def _sharding(x: Any) -> Any:
     return getattr(x, "sharding", None)
 
 
+def _abstract_if_deleted(x: Any) -> Any:
+    """What was donated has a shape and a place still, and no values."""
+    if isinstance(x, jax.Array) and x.is_deleted():
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x))
+    return x
+
+
 def _placed(new: Any, old: Any) -> Any:
     """The new array where the old one is, or is to be."""
     sharding = _sharding(old)
     return new if sharding is None else jax.device_put(new, sharding)
 
 
-def _tree(paths: Sequence[str], leaves: Sequence[Any]) -> Any:
-    """The leaves by path; of a tree that is a single leaf, this leaf."""
-    if tuple(paths) == ("",):
+def _tree(plan: MemoryPlan, leaves: Sequence[Any], chosen: Sequence[bool] | None = None) -> Any:
+    """The leaves, or the chosen ones, by path; of a tree that is a single leaf, this leaf."""
+    if [leaf.path for leaf in plan.leaves] == [""]:
         return leaves[0]
-    return dict(zip(paths, leaves, strict=True))
+    return {
+        leaf.path: x
+        for leaf, x, is_chosen in zip(
+            plan.leaves, leaves, chosen or [True] * len(leaves), strict=True
+        )
+        if is_chosen
+    }
 
 
 def _slots(plan: MemoryPlan) -> list[Any]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .paths import path_string
+from .paths import leaves_with_paths
 
 
 class Reader:
@@ -24,8 +24,8 @@ class Reader:
         return self._place(join(section, path)) in self.found
 
     def _place(self, path: str) -> str:
-        # Orbax gives back an nnx.Variable as a dict of what it writes of it.
-        wrapped = f"{path}/value"
+        # Orbax gives back a Variable of NNX as a dict of what it writes of it.
+        wrapped = join(path, "value")
         return wrapped if path not in self.found and wrapped in self.found else path
 
     def read(
@@ -38,6 +38,8 @@ class Reader:
     ) -> Any:
         """The array, or None and a fault. What npz files give back as bare bytes is `without_name`.
 
+        One without elements need not be there.
+
         Args:
             section, path: where it stands.
             shape, dtypes: what is wanted.
@@ -46,6 +48,8 @@ class Reader:
         path = self._place(join(section, path))
         self.seen.add(path)
         x = self.found.get(path)
+        if x is None and 0 in shape:
+            return np.zeros(shape, without_name)
         if x is None:
             self.faults.append(f"{path!r} is missing")
             return None
@@ -80,8 +84,7 @@ class Reader:
 def by_path(tree: Any, argument: str) -> dict[str, Any]:
     """The leaves of a tree by their paths, which must differ."""
     found: dict[str, Any] = {}
-    for key_path, leaf in jtu.tree_leaves_with_path(tree):
-        path = path_string(key_path)
+    for path, leaf in leaves_with_paths(tree):
         if path in found:
             raise ValueError(f"{argument}: two leaves have the path {path!r}")
         found[path] = leaf

@@ -12,13 +12,14 @@ import jax.tree_util as jtu
 import numpy as np
 
 from . import ops, packed
+from .check import core_of
 from .hyperparams import Number
 from .packed import Packed
 from .plan import MemoryPlan
 from .step import Arenas
 from .train_state import TrainState, refuse_members
 
-Target = TypeVar("Target", TrainState, Packed)
+Target = TypeVar("Target")
 
 
 def lerp(target: Target, source: Any, tau: Number) -> Target:
@@ -39,8 +40,9 @@ def lerp(target: Target, source: Any, tau: Number) -> Target:
     [0.25, 0.25]
 
     Args:
-        target: a `TrainState`, of which only the trained parameters change, or a `Packed`.
-        source: a `TrainState`, a `Packed` or a tree of arrays, with the target's paths and shapes.
+        target: a `TrainState`, also one of `jaxrenaissance.flax`, of which only the trained
+            parameters change, or a `Packed`.
+        source: any of these or a tree of arrays, with the target's paths and shapes.
             Its arenas are read as they are where it has the target's plan, or else its leaves, in
             full precision.
         tau: τ in [0, 1]: a number, a device scalar or a traced value.
@@ -53,6 +55,11 @@ def lerp(target: Target, source: Any, tau: Number) -> Target:
         ValueError: if the source does not match the target, naming the paths, or tau is not in
             [0, 1].
     """
+    around: Any = target
+    core = core_of(around)
+    if core is not around:
+        return dataclasses.replace(around, core=lerp(core, source, tau))
+    source = core_of(source)
     if isinstance(target, TrainState):
         refuse_members(target.ints, "lerp", "jr.lerp(state, …)")
         arenas, backend = target.weights, target.spec.backend

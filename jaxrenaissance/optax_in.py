@@ -1,6 +1,9 @@
 """A run that moves from optax to a `TrainState` in mid-training."""
 
 import dataclasses
+import functools
+import logging
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,29 +13,42 @@ import numpy as np
 import optax
 
 from . import packed, scalars, transform
-from .averages import widened
 from .foreign import check_optimizer
 from .optax_states import (
     INJECTED,
     leaves_by_path,
     mapped,
     moments_in_optax,
+    of_leaves,
     refuse_lars,
+    refuse_traced,
     settable,
 )
 from .packed import listed
+from .plan import MemoryPlan
+from .step import Arenas, Buffers
 from .train_state import TrainState
 from .transform import Optimizer, State
 
+logger = logging.getLogger("jaxrenaissance")
 
-def from_optax(params: Any, opt_state: Any, optimizer: Optimizer, **options: Any) -> TrainState:
+
+def from_optax(
+    params: Any, opt_state: Any, optimizer: Optimizer, *, step: int | None = None, **options: Any
+) -> TrainState:
     """A `TrainState` that goes on where an optax loop stands, within the rounding of float32.
 
     The moments are looked for, by the types of optax's states, inside `chain`, `masked`,
     `partition`, `inject_hyperparams`, `apply_if_finite` and `MultiSteps`, whose parts may each
     hold those of some leaves. With them come the count of updates, skipped steps, a running mean
     of `MultiSteps` (with `accumulate=`), and the present values of injected hyperparameters, for
-    those that follow a schedule neither there nor here.
+    those that follow a schedule neither there nor here. A running mean that is not finite skips its
+    cycle.
+
+    What a state does not say, nobody can check: `optax.adam`, `adamw`, `nadam`, `adamax` and `lamb`
+    share a state, as `optax.sgd` and `lars` do, and the `State` of this package's optimizers does
+    not tell the momentum of `jr.sgd`, `jr.lars` and `jr.lion` apart. `MultiSteps` is taken to have
+    its mean of gradients, not `use_grad_mean=False`.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import jaxrenaissance as jr
@@ -49,27 +65,37 @@ def from_optax(params: Any, opt_state: Any, optimizer: Optimizer, **options: Any
         params: the parameters now.
         opt_state: the optimizer's state now; also the `State` of this package's optimizers.
         optimizer: this package's for the same thing, with `mask=True` where optax's had no mask.
-            All that is not a moment or a count is its own: numbers, schedules, clipping.
+            All that is not a moment or a count is its own: numbers, schedules, clipping. Where
+            opt_state has a number that has no place in it, such as the scale of
+            `reduce_on_plateau`, a warning through the package's logger names it.
+        step: the updates made so far, for schedules to go on from, where opt_state has no count:
+            `optax.sgd` and `optax.lars` under a constant learning rate have none. None: the count
+            of opt_state, or else 0.
         **options: as in `TrainState.create`.
 
     Raises:
-        TypeError: if the optimizer is not one of this package's.
+        TypeError: if the optimizer is not one of this package's, or something is traced.
         ValueError: if there are no moments for a trained leaf, two for one, or of another shape
             (names the paths); if there are other states for each leaf, or counts that differ; for
-            `jr.lars` in its default form; for a running cycle without `accumulate=`.
+            `jr.lars` in its default form; for a running cycle without `accumulate=`; if arrays are
+            sharded over devices, or of several members, made by `jax.vmap`.
     """
     check_optimizer(optimizer)
+    refuse_traced(params, "from_optax", "params")
+    refuse_traced(opt_state, "from_optax", "opt_state")
+    packed.refuse_sharded(opt_state, "opt_state")
     spec = optimizer.spec
     state = TrainState.create(params, optimizer, **options)
     found = _Found(state)
     mapped(opt_state, found.look_at)
     series = _own_series(params, optimizer, found.own) if found.own else found.series()
+    sign = 1 if found.own or found.kind is None else found.kind.sign
     arenas = [
-        packed.pack(state.plan, leaves, backend=spec.backend)
+        _packed(leaves, None, plan=state.plan, backend=spec.backend, negate=sign < 0)
         for leaves in _checked(state, series, "opt_state")
     ]
     ints = np.array(state.ints)
-    ints[scalars.STEP] = found.step()
+    ints[scalars.STEP] = found.step(step)
     if found.finite is not None:
         ints[scalars.SKIPPED] = found.finite.total_notfinite
         ints[scalars.CONSECUTIVE_SKIPS] = found.finite.notfinite_count
@@ -87,13 +113,17 @@ def from_optax(params: Any, opt_state: Any, optimizer: Optimizer, **options: Any
         ints[scalars.MICRO] = micro
         calls = calls * every + micro
         if micro:
+            means = leaves_by_path(found.multi.acc_grads)
+            (leaves,) = _checked(state, [means], "opt_state: acc_grads")
             factor = micro * float(state.loss_scale)
-            sums = {
-                path: widened(x) * factor
-                for path, x in leaves_by_path(found.multi.acc_grads).items()
-            }
-            (leaves,) = _checked(state, [sums], "opt_state: acc_grads")
-            accumulator = packed.pack(state.plan, leaves, backend=spec.backend)
+            accumulator = _packed(
+                leaves, factor, plan=state.plan, backend=spec.backend, negate=False
+            )
+            bad = _first_bad(state.plan, accumulator) if spec.skip_nonfinite else None
+            if bad is not None:
+                ints[[scalars.HAS_NAN, scalars.CYCLE_BAD]] = 1
+                ints[scalars.LAST_BAD_LEAF] = bad
+                ints[scalars.LAST_BAD_CALL] = calls - 1  # at the latest
     ints[scalars.CALLS] = calls
     state = dataclasses.replace(
         state,
@@ -103,7 +133,15 @@ def from_optax(params: Any, opt_state: Any, optimizer: Optimizer, **options: Any
     )
     own = settable(spec)
     numbers: dict[str, Any] = {name: x for name, x in found.injected.items() if name in own}
-    return state.replace_hyperparams(**numbers) if numbers else state
+    if numbers:
+        state = state.replace_hyperparams(**numbers)
+    found.tell_unused()
+    where = transform.placement((params, opt_state))
+    if where is None:
+        return state
+    # Together, or else the second step compiles again.
+    buffers = {name: jax.device_put(getattr(state, name), where) for name in Buffers._fields}
+    return dataclasses.replace(state, **buffers)
 
 
 class _Found:
@@ -119,6 +157,7 @@ class _Found:
         self.counts: dict[str, int] = {}
         self.calls: list[int] = []
         self.injected: dict[str, float] = {}
+        self.scales: list[float] = []
         self.multi: Any = None
         self.finite: Any = None
 
@@ -127,7 +166,7 @@ class _Found:
         self.names.append(name)
         if isinstance(node, State):
             self.own.append(node)
-            self.counts[name] = int(node.count)
+            self.counts[name] = _count_of(node.count, name)
             return node
         if self.kind is not None and isinstance(node, self.kind.state):
             self.moments.append(node)
@@ -140,11 +179,16 @@ class _Found:
         if isinstance(node, optax.MultiStepsState):
             if self.multi is not None:
                 raise ValueError("opt_state: there are two states of MultiSteps")
+            _count_of(node.mini_step, name)
             self.multi = node
             mapped(node.inner_opt_state, self.look_at)
             return node
         if isinstance(node, optax.ApplyIfFiniteState):
+            _count_of(node.notfinite_count, name)
             self.finite = node
+        elif isinstance(node, optax.contrib.ReduceLROnPlateauState):
+            _count_of(node.count, name)
+            self.scales.append(float(np.asarray(node.scale)))
         elif isinstance(node, INJECTED):
             self._inject(node)
             mapped(node.inner_state, self.look_at)
@@ -154,7 +198,7 @@ class _Found:
         return NotImplemented
 
     def _count(self, node: Any, name: str) -> None:
-        count = int(node.count)
+        count = _count_of(node.count, name)
         others = {known: n for known, n in self.counts.items() if n != count}
         if others:
             known, other = next(iter(others.items()))
@@ -165,7 +209,7 @@ class _Found:
         self.counts[name] = count
 
     def _inject(self, node: Any) -> None:
-        self.calls.append(int(node.count))
+        self.calls.append(_count_of(node.count, type(node).__name__))
         scheduled = getattr(node, "hyperparams_states", {})
         for name, value in node.hyperparams.items():
             if name in scheduled:
@@ -179,21 +223,18 @@ class _Found:
             self.injected[name] = value
 
     def _refuse_other(self, node: Any, name: str) -> None:
-        for field, tree in zip(node._fields, node, strict=True):
-            paths = [
-                path
-                for path, x in leaves_by_path(tree).items()
-                if np.shape(x) and self.shapes.get(path) == np.shape(x)
-            ]
-            if paths:
-                refuse_lars(self.spec, "optimizer")
-                raise ValueError(
-                    f"opt_state: {name} has {field} for {listed([*map(repr, paths)])}, of which "
-                    "the optimizer has no use: it is that of another optimizer"
-                )
+        like = of_leaves(node, self.shapes)
+        if like is None:
+            return
+        field, paths = like
+        refuse_lars(self.spec, "optimizer")
+        raise ValueError(
+            f"opt_state: {name} has {field} for {listed([*map(repr, paths)])}, of which the "
+            "optimizer has no use: it is that of another optimizer"
+        )
 
     def series(self) -> list[dict[str, Any]]:
-        """For each moment, what there is by path."""
+        """For each moment, what there is by path, with optax's sign."""
         refuse_lars(self.spec, "optimizer")
         fields = () if self.kind is None else self.kind.fields
         series: list[dict[str, Any]] = [{} for _ in fields]
@@ -212,16 +253,57 @@ class _Found:
                 f"opt_state: found no {self.kind.state.__name__}, which has the moments of this "
                 f"optimizer, among {', '.join(dict.fromkeys(self.names)) or 'no states'}"
             )
-        sign = 1 if self.kind is None else self.kind.sign
-        return series if sign == 1 else [{k: -x for k, x in own.items()} for own in series]
+        return series
 
-    def step(self) -> int:
-        """The updates made: of the moments or schedules, or else as their wrappers count."""
+    def step(self, given: int | None) -> int:
+        """The updates made: of the moments or schedules, as given, or as wrappers count."""
+        if given is not None:
+            given = _checked_step(given)
         if self.counts:
-            return next(iter(self.counts.values()))
+            name, count = next(iter(self.counts.items()))
+            if given not in (None, count):
+                raise ValueError(f"step: {given} was given, and {name} has counted {count}")
+            return count
+        if given is not None:
+            return given
         if self.multi is not None:
             return int(self.multi.gradient_step)
         return next(iter(self.calls), 0)
+
+    def tell_unused(self) -> None:
+        """One warning about numbers that the optimizer has no place for."""
+        unused = [
+            f"{name} = {float(x):g}, which was injected"
+            for name, x in self.injected.items()
+            if name not in self.spec.names
+        ]
+        unused += [
+            f"scale = {scale:g} of ReduceLROnPlateauState, by which the learning rate is to be "
+            "multiplied"
+            for scale in self.scales
+            if scale != 1
+        ]
+        if unused:
+            logger.warning("from_optax: the optimizer has no place for: %s", "; ".join(unused))
+
+
+def _count_of(count: Any, name: str) -> int:
+    if jnp.shape(count) != ():
+        raise ValueError(
+            f"opt_state: {name} holds {jnp.shape(count)} members, made by jax.vmap. Take one at a "
+            "time: jax.tree.map(lambda x: x[0], (params, opt_state))"
+        )
+    return int(count)
+
+
+def _checked_step(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step: expected an integer, got {step!r}") from None
+    if number < 0:
+        raise ValueError(f"step: expected the number of updates made, got {number}")
+    return number
 
 
 def _own_series(params: Any, optimizer: Optimizer, states: Sequence[State]) -> list[dict[str, Any]]:
@@ -241,8 +323,8 @@ def _own_series(params: Any, optimizer: Optimizer, states: Sequence[State]) -> l
 
 def _checked(
     state: TrainState, series: Sequence[Mapping[str, Any]], argument: str
-) -> list[list[jax.Array]]:
-    """For each series its arrays of the trained leaves, in the tree's order and arenas' dtypes."""
+) -> list[list[Any]]:
+    """For each series its arrays of the trained leaves, in the tree's order."""
     plan, known = state.plan, set(packed.all_paths(state.plan))
     faults = [
         f"{path!r} is not a leaf of the parameters"
@@ -258,7 +340,34 @@ def _checked(
                 faults.append(f"{leaf.path!r} has shape {shape}, wanted {leaf.shape}")
     if faults:
         raise ValueError(f"{argument}: {listed(list(dict.fromkeys(faults)))}")
-    return [
-        [jnp.asarray(own[leaf.path], plan.arenas[leaf.arena].dtype) for leaf in plan.leaves]
-        for own in series
+    return [[own[leaf.path] for leaf in plan.leaves] for own in series]
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "backend", "negate"))
+def _packed(
+    leaves: list[Any], factor: float | None, *, plan: MemoryPlan, backend: str, negate: bool
+) -> Arenas:
+    """The arenas of leaves in any float dtype, times a factor: one program for all of them."""
+    wide = [
+        jnp.asarray(x, plan.arenas[leaf.arena].dtype)
+        for x, leaf in zip(leaves, plan.leaves, strict=True)
     ]
+    if factor is not None:
+        wide = [x * factor for x in wide]
+    return packed.pack(plan, [-x for x in wide] if negate else wide, backend=backend)
+
+
+def _first_bad(plan: MemoryPlan, arenas: Arenas) -> int | None:
+    """The first leaf with a NaN or an infinity, by its position in the arenas; or None."""
+    first = 0
+    for layout, arena in zip(plan.arenas, arenas, strict=True):
+        if not jnp.isfinite(arena).all():
+            values = np.asarray(arena)
+            bad = [
+                leaf
+                for start, size, leaf, _, _ in layout.segments.tolist()
+                if not np.isfinite(values[start : start + size]).all()
+            ]
+            return first + min(bad)
+        first += len(layout.leaves)
+    return None

@@ -1,5 +1,6 @@
 """A run that moves from a `TrainState` to optax in mid-training."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,26 +11,36 @@ import numpy as np
 import optax
 
 from . import packed, scalars, transform
+from .check import Around, core_of
+from .checkpoint import moments_of
 from .optax_states import (
     ALL_STATES,
     INJECTED,
     Moments,
+    is_of_a_schedule,
     leaves_by_path,
     mapped,
     moments_in_optax,
+    of_leaves,
     refuse_lars,
+    refuse_traced,
     settable,
 )
 from .packed import listed
-from .paths import path_string
+from .paths import leaves_with_paths
 from .plan import NO_TRUST
 from .step import Arenas
 from .train_state import TrainState
-from .transform import Selection, State
+from .transform import Optimizer, Selection, State
 
 
-def to_optax(state: TrainState, tx: Any) -> tuple[Any, Any]:
+def to_optax(state: TrainState | Around, tx: Any) -> tuple[Any, Any]:
     """Parameters and an optimizer's state, for a loop with optax to go on with.
+
+    What tx has of its own stays as `tx.init` makes it: numbers that the state has not, the scale of
+    `reduce_on_plateau`. A `chain` does not say which of this package's optimizers is in it, so that
+    there nobody can tell the momentum of `jr.sgd`, `jr.lars` and `jr.lion` apart, nor `optax.sgd`
+    from `optax.lars`, nor whether a `MultiSteps` inside of something else has the state's cycles.
 
     >>> import jax.numpy as jnp, optax
     >>> import jaxrenaissance as jr
@@ -40,7 +51,7 @@ def to_optax(state: TrainState, tx: Any) -> tuple[Any, Any]:
     1
 
     Args:
-        state: concrete, with one member.
+        state: concrete, with one member; also one of `jaxrenaissance.flax`.
         tx: optax's for the same thing, or one of this package's. `tx.init(state.params)` is what
             is filled: moments, counts, skipped steps, the mean of a running cycle in
             `MultiSteps`, and injected hyperparameters.
@@ -49,11 +60,13 @@ def to_optax(state: TrainState, tx: Any) -> tuple[Any, Any]:
         (params, opt_state): the parameters in full precision, in the dtypes that were given.
 
     Raises:
-        TypeError: if the state is none.
+        TypeError: if the state is none, or traced, or tx is no optimizer.
         ValueError: if tx keeps no moments of a trained leaf, twice of one, or of another kind or
-            shape (names the paths); for `jr.lars` in its default form; for a running cycle
-            where tx has no `MultiSteps`.
+            shape, or something else for each leaf (names the paths); for `jr.lars` in its default
+            form; for a running cycle where tx has no `MultiSteps`, or one of shorter cycles, or
+            where the cycle is to be skipped; for `MultiSteps` with `use_grad_mean=False`.
     """
+    state = core_of(state)
     if not isinstance(state, TrainState):
         raise TypeError(f"state: expected a TrainState, got a {type(state).__name__}")
     if state.ints.ndim != 1:
@@ -61,11 +74,53 @@ def to_optax(state: TrainState, tx: Any) -> tuple[Any, Any]:
             f"state: it holds {state.ints.shape[:-1]} members, made by jax.vmap. Take one at a "
             "time: jax.tree.map(lambda x: x[0], state)"
         )
+    refuse_traced(state.ints, "to_optax", "state")
+    _check_tx(state, tx)
     params = state.params
     filler = _Filler(state)
     opt_state = mapped(tx.init(params), filler.fill)
     filler.check()
+    where = transform.placement(state.ints)
+    if where is not None:  # Together, or else the second step compiles again.
+        opt_state = jtu.tree_map(lambda x: _placed(x, where), opt_state)
     return params, opt_state
+
+
+def _placed(x: Any, where: Any) -> Any:
+    is_free = isinstance(x, jax.Array) and not x.committed
+    return jax.device_put(x, where) if is_free else x
+
+
+def _check_tx(state: TrainState, tx: Any) -> None:
+    """Raises for what can be told from tx alone."""
+    init, update = getattr(tx, "init", None), getattr(tx, "update", None)
+    if isinstance(tx, type) or not (callable(init) and callable(update)):
+        what = repr(tx)
+        if callable(tx):
+            name = getattr(tx, "__name__", type(tx).__name__)
+            what = f"{name}, which makes one: {name}(…)"
+        raise TypeError(f"tx: expected an optimizer, such as optax.adam(1e-3), got {what}")
+    if isinstance(tx, Optimizer) and moments_of(tx.spec) != moments_of(state.spec):
+        raise ValueError(
+            f"tx: its moments are of another kind, {moments_of(tx.spec) or 'none'}, and those of "
+            f"the state are {moments_of(state.spec) or 'none'}"
+        )
+    multi = getattr(update, "__self__", None)
+    if not isinstance(multi, optax.MultiSteps):
+        return
+    if not getattr(multi, "_use_grad_mean", True):
+        raise ValueError(
+            "tx: its MultiSteps has use_grad_mean=False, and the state takes the mean of a cycle. "
+            "Divide the learning rate there instead"
+        )
+    ints = np.asarray(state.ints)
+    every = getattr(multi, "_every_k_schedule", None)
+    micro = ints[scalars.MICRO]
+    if every is not None and micro >= (length := int(every(ints[scalars.STEP]))):
+        raise ValueError(
+            f"tx: the cycles of its MultiSteps are of {length} micro-batches, and the state has "
+            f"added up {micro} of {ints[scalars.EVERY]}"
+        )
 
 
 class _Filler:
@@ -77,6 +132,7 @@ class _Filler:
         self.kind = moments_in_optax(state.spec)
         series = [tuple(own[k] for own in state.moments) for k in range(state.spec.config.moments)]
         self.series = [self._by_path(arenas) for arenas in series]
+        self.shapes = {leaf.path: leaf.shape for leaf in state.plan.leaves}
         self.covered: list[str] = []
         self.has_multi = False
 
@@ -99,12 +155,19 @@ class _Filler:
         if isinstance(node, optax.ApplyIfFiniteState):
             return node._replace(
                 notfinite_count=jnp.asarray(self.ints[scalars.CONSECUTIVE_SKIPS]),
-                last_finite=jnp.asarray(self.ints[scalars.HAS_NAN] == 0),
+                last_finite=jnp.asarray(self.ints[scalars.CONSECUTIVE_SKIPS] == 0),
                 total_notfinite=jnp.asarray(self.ints[scalars.SKIPPED]),
                 inner_state=mapped(node.inner_state, self.fill),
             )
-        if "count" in node._fields and jnp.shape(node.count) == ():  # of a schedule
+        if is_of_a_schedule(node):
             return node._replace(count=self._count())
+        like = of_leaves(node, self.shapes)
+        if like is not None:
+            field, paths = like
+            raise ValueError(
+                f"tx: {type(node).__name__} keeps {field} for {listed([*map(repr, paths)])}, of "
+                "which the state has nothing: it is of another optimizer, or averages something"
+            )
         return NotImplemented
 
     def check(self) -> None:
@@ -113,6 +176,12 @@ class _Filler:
             raise ValueError(
                 f"state: it has added up {self.ints[scalars.MICRO]} micro-batches of a cycle, and "
                 "tx has no optax.MultiSteps to go on with them"
+            )
+        if self.ints[scalars.CYCLE_BAD]:
+            raise ValueError(
+                "state: a gradient of its running cycle was not finite, so the cycle is to be "
+                "skipped. optax.MultiSteps keeps a mean that is not finite for ever; switch after "
+                "a whole cycle"
             )
         if self.series:
             missing = [
@@ -138,8 +207,9 @@ class _Filler:
         new: dict[str, Any] = {}
         for field, known in zip(kind.fields, self.series, strict=True):
             new[field] = _filled(getattr(node, field), known, kind.sign)
-        trained = {leaf.path for leaf in self.state.plan.leaves}
-        paths = [path for path in leaves_by_path(getattr(node, kind.fields[0])) if path in trained]
+        paths = [
+            path for path in leaves_by_path(getattr(node, kind.fields[0])) if path in self.shapes
+        ]
         twice = [repr(path) for path in paths if path in self.covered]
         if twice:
             raise ValueError(f"tx: it keeps two {type(node).__name__} for {listed(twice)}")
@@ -149,7 +219,7 @@ class _Filler:
         return node._replace(**new)
 
     def _own(self, node: State) -> State:
-        self.covered += [leaf.path for leaf in self.state.plan.leaves]
+        self.covered += self.shapes
         plan = transform.build_plan(self.state.params, Selection(None, NO_TRUST, ()))
         values = [[known[leaf.path] for leaf in plan.leaves] for known in self.series]
         arenas = [packed.pack(plan, own, backend=self.state.spec.backend) for own in values]
@@ -192,14 +262,21 @@ class _Filler:
 
 def _filled(tree: Any, known: Mapping[str, Any], factor: float) -> Any:
     """The tree with the leaves that are known, times a factor, in its own dtypes."""
+    leaves, treedef = jtu.tree_flatten(tree)
+    places = {i: path for i, (path, _) in enumerate(leaves_with_paths(tree)) if path in known}
+    for i, path in places.items():
+        got, wanted = jnp.shape(leaves[i]), known[path].shape
+        if got != wanted:
+            raise ValueError(f"tx: {path!r} has shape {got}, wanted {wanted}")
+    new = [known[path] for path in places.values()]
+    dtypes = tuple(np.dtype(leaves[i].dtype) for i in places)
+    if factor != 1 or dtypes != tuple(x.dtype for x in new):
+        new = _scaled(new, factor, dtypes=dtypes)
+    for i, x in zip(places, new, strict=True):
+        leaves[i] = x
+    return treedef.unflatten(leaves)
 
-    def fill(key_path: jtu.KeyPath, old: Any) -> Any:
-        new = known.get(path_string(key_path))
-        if new is None:
-            return old
-        if new.shape != jnp.shape(old):
-            path = path_string(key_path)
-            raise ValueError(f"tx: {path!r} has shape {jnp.shape(old)}, wanted {new.shape}")
-        return (new * factor).astype(old.dtype)
 
-    return jtu.tree_map_with_path(fill, tree)
+@functools.partial(jax.jit, static_argnames=("dtypes",))
+def _scaled(leaves: list[Any], factor: float, *, dtypes: tuple[np.dtype, ...]) -> list[Any]:
+    return [(x * factor).astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]

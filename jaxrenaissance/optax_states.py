@@ -4,14 +4,17 @@ They are somewhere inside the states of what was chained and wrapped around them
 types of these states.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
+import jax.core
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 
 from .checkpoint import moments_of
-from .paths import path_string
+from .paths import leaves_with_paths
 from .spec import Spec
 
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
@@ -65,6 +68,41 @@ def mapped(node: Any, handle: Callable[[Any], Any]) -> Any:
     return node
 
 
+def is_of_a_schedule(node: Any) -> bool:
+    """Whether a state has nothing but the count that a schedule goes by."""
+    return node._fields == ("count",) and jnp.shape(node.count) == ()
+
+
+def of_leaves(node: Any, shapes: Mapping[str, Any]) -> tuple[str, list[str]] | None:
+    """A field of a state that has arrays like the parameters, and their paths; None: there is none.
+
+    Args:
+        node: the state.
+        shapes: of the trained leaves, by path.
+    """
+    for field, tree in zip(node._fields, node, strict=True):
+        paths = [path for path, x in leaves_by_path(tree).items() if _is_like(path, x, shapes)]
+        if paths:
+            return field, paths
+    return None
+
+
+def _is_like(path: str, x: Any, shapes: Mapping[str, Any]) -> bool:
+    shape, dtype = jnp.shape(x), getattr(x, "dtype", None)
+    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    # A scalar that is the whole field is a number of the state's.
+    return is_float and shapes.get(path) == shape and bool(path or shape)
+
+
+def refuse_traced(tree: Any, function: str, argument: str) -> None:
+    """Raises where there are no values to look at."""
+    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in jtu.tree_leaves(tree)):
+        raise TypeError(
+            f"{argument}: expected arrays, got traced or abstract ones. Call {function} outside of "
+            "jit, vmap and eval_shape, for it reads counts"
+        )
+
+
 def refuse_lars(spec: Spec, argument: str) -> None:
     """Raises for `jr.lars` in its default form, whose momentum is not optax's."""
     if spec.trust == "lars":
@@ -82,4 +120,4 @@ def settable(spec: Spec) -> set[str]:
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by their paths; what is masked is none."""
-    return {path_string(key_path): leaf for key_path, leaf in jtu.tree_leaves_with_path(tree)}
+    return dict(leaves_with_paths(tree))

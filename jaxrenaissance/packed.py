@@ -12,7 +12,7 @@ import numpy as np
 
 from . import backends, ops
 from .ops.checks import leaf_dtypes
-from .paths import path_string
+from .paths import leaves_with_paths
 from .plan import MemoryPlan
 
 Dtypes = tuple[tuple[np.dtype, ...], ...]
@@ -63,13 +63,13 @@ class Packed:
     def __init__(self, tree: Any, *, backend: str | None = None) -> None:
         refuse_sharded(tree, "tree")
         tree = canonical(tree)
-        for key_path, leaf in jtu.tree_leaves_with_path(tree):
+        for path, leaf in leaves_with_paths(tree):
             dtype = getattr(leaf, "dtype", None)
             if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
                 what = f"has dtype {dtype}" if dtype is not None else f"is a {type(leaf).__name__}"
                 raise ValueError(
-                    f"Packed: the leaf {path_string(key_path)!r} {what}, and an arena holds floats "
-                    "alone. Keep such leaves beside the Packed, extra={'stats': Packed(…), …}"
+                    f"Packed: the leaf {path!r} {what}, and an arena holds floats alone. "
+                    "Keep such leaves beside the Packed, extra={'stats': Packed(…), …}"
                 )
         plan = MemoryPlan.build(tree)
         self._static = _Static(plan, backends.resolve(backend))
@@ -147,12 +147,13 @@ def canonical(tree: Any) -> Any:
 
 def refuse_sharded(tree: Any, argument: str) -> None:
     """Raises where a leaf is cut over devices: packing would silently gather it."""
-    for key_path, leaf in jtu.tree_leaves_with_path(tree):
+    for i, leaf in enumerate(jtu.tree_leaves(tree)):
         if isinstance(leaf, jax.Array) and _is_sharded(leaf):
+            path, _ = leaves_with_paths(tree)[i]
             raise ValueError(
-                f"{argument}: the leaf {path_string(key_path)!r} is sharded over several devices, "
-                "and packing it would silently gather it. Give arrays of one device, or replicated "
-                "ones: jax.device_put(params, NamedSharding(mesh, PartitionSpec()))"
+                f"{argument}: the leaf {path!r} is sharded over several devices, and packing it "
+                "would silently gather it. Give arrays of one device, or replicated ones: "
+                "jax.device_put(params, NamedSharding(mesh, PartitionSpec()))"
             )
 
 
@@ -239,7 +240,7 @@ def merge(plan: MemoryPlan, trained: Sequence[Any], others: Sequence[Any]) -> An
 def all_paths(plan: MemoryPlan) -> list[str]:
     """The paths of all leaves of the planned tree, also of those that are not trained."""
     template = plan.treedef.unflatten(range(plan.treedef.num_leaves))
-    return [path_string(key_path) for key_path, _ in jtu.tree_leaves_with_path(template)]
+    return [path for path, _ in leaves_with_paths(template)]
 
 
 def match(plan: MemoryPlan, tree: Any, argument: str) -> list[Any]:
@@ -292,7 +293,7 @@ def entries_of(plan: MemoryPlan, tree: Any, argument: str) -> list[Any]:
 def _structure_fault(plan: MemoryPlan, tree: Any, argument: str) -> str:
     wanted = [leaf.path for leaf in plan.leaves]
     known = set(all_paths(plan))
-    got = {path_string(key_path) for key_path, _ in jtu.tree_leaves_with_path(tree)}
+    got = {path for path, _ in leaves_with_paths(tree)}
     faults = [f"{path!r} is missing" for path in wanted if path not in got]
     faults += [f"{path!r} is not a leaf of the parameters" for path in sorted(got - known)]
     if not faults and not all(plan.trained):

@@ -1,5 +1,6 @@
 """Paths of leaves, and how options select leaves: by pattern, by function, by tree."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeGuard
@@ -7,19 +8,53 @@ from typing import Any, TypeGuard
 import jax.tree_util as jtu
 import numpy as np
 
-_BOXES = frozenset({jtu.GetAttrKey("value"), jtu.GetAttrKey("raw_value")})
-
 
 def path_string(key_path: jtu.KeyPath) -> str:
-    """The path of a leaf as text: dict keys, attribute names and indices joined by "/".
-
-    A tree that is a single leaf has the path "". An attribute `value` at the end is left out: it is
-    what a Variable of NNX or a boxed parameter of Linen keeps its array in, so that patterns match
-    a tree of these as they match the tree of their arrays.
-    """
-    if len(key_path) > 1 and key_path[-1] in _BOXES:
-        key_path = key_path[:-1]
+    """A key path as text: dict keys, attribute names and indices joined by "/"."""
     return jtu.keystr(key_path, simple=True, separator="/")
+
+
+def leaves_with_paths(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its path, in flatten order.
+
+    It is that of `path_string`, "" where the tree is one leaf. But a Variable of NNX or a boxed
+    parameter of Linen stands for its array, so that patterns match a tree of these as they match
+    the tree of their arrays.
+
+    >>> leaves_with_paths({"in": [1, 2], "out": 3})
+    [('in/0', 1), ('in/1', 2), ('out', 3)]
+
+    Args:
+        tree: any pytree.
+        is_leaf: says of a node that it is not looked into, as in `jax.tree_util`.
+    """
+
+    def stops(node: Any) -> bool:
+        return _is_box(type(node)) or (is_leaf is not None and is_leaf(node))
+
+    found: list[tuple[str, Any]] = []
+    for key_path, node in jtu.tree_leaves_with_path(tree, is_leaf=stops):
+        if not _is_box(type(node)) or (is_leaf is not None and is_leaf(node)):
+            found.append((path_string(key_path), node))
+            continue
+        inner = jtu.tree_leaves_with_path(node, is_leaf=is_leaf)
+        # What holds several arrays, or a tree of them, needs its names to tell them apart.
+        alone = len(inner) == 1 and len(inner[0][0]) == 1
+        found += [
+            (path_string(key_path if alone else (*key_path, *rest)), leaf) for rest, leaf in inner
+        ]
+    return found
+
+
+@functools.cache
+def _is_box(kind: type) -> bool:
+    """Whether it is a Variable of NNX or a box of Linen; told by name, for Flax is an extra."""
+    return any(
+        cls.__name__ in ("Variable", "AxisMetadata") and cls.__module__.partition(".")[0] == "flax"
+        for cls in kind.__mro__
+    )
 
 
 def matches(pattern: str, path: str) -> bool:

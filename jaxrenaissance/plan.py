@@ -13,7 +13,14 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .groups import Group, assign, check_groups, row_names, rows_each
-from .paths import flatten_bools, is_function, is_int, path_string, select_trained, stacked_axes
+from .paths import (
+    flatten_bools,
+    is_function,
+    is_int,
+    leaves_with_paths,
+    select_trained,
+    stacked_axes,
+)
 from .regions import BIAS_LIKE, W_REGIONS, MemRange, Region
 from .rules import classify, override
 
@@ -228,8 +235,8 @@ class MemoryPlan:
         groups = check_groups(groups)
         if not is_int(shards) or shards < 1:
             raise ValueError(f"shards: expected a positive int, got {shards!r}")
-        flat, treedef = jtu.tree_flatten_with_path(tree)
-        paths = [path_string(key_path) for key_path, _ in flat]
+        flat, treedef = leaves_with_paths(tree), jtu.tree_structure(tree)
+        paths = [path for path, _ in flat]
         given = [_struct(leaf) for _, leaf in flat]
         _check_unique(paths)
         trained = select_trained(trainable, tree, paths, given)

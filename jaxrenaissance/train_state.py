@@ -655,11 +655,13 @@ class TrainState:
             - `format`: the version of this format, an int32 scalar; `optimizer`: a key that names
               it;
             - `params`: the parameters as in `params`, in the containers and dtypes that were
-              given, with leaves that are not trained, and the data of PRNG keys;
+              given, with leaves that are not trained, and the data of PRNG keys; None for what
+              has no elements, here and in `extra`, since Orbax cannot write it;
             - `master`: of bfloat16 and float16 parameters the float32 that are kept of them;
             - `mu`, `nu`, `ema`, `accumulator`: what the optimizer keeps of moments, averages and
               sums, each a dict from the leaf's path (or, where the parameters are one array, that
-              alone), in float32 or float64. An average with `ema_debias` is not divided yet;
+              alone), in float32 or float64, but for leaves without elements. An average with
+              `ema_debias` is not divided yet;
             - `counters`: step, calls, skips and their like, and where gradients are accumulated
               or the loss is scaled what these count; leaves are named by number in the tree's
               order;
@@ -670,7 +672,8 @@ class TrainState:
               in float32 or float64.
 
         Raises:
-            ValueError: if the state holds several members, or two leaves have one path.
+            ValueError: if the state holds several members, two leaves have one path, or a leaf
+                cannot be named, since its name is "".
         """
         self._check_single("to_leaves")
         return checkpoint.to_leaves(self._contents, host=host)
@@ -680,8 +683,9 @@ class TrainState:
         """The state that `to_leaves` was called on, under the plan of another.
 
         It goes on bit for bit as the one that was saved. Until the next call, `metrics` has 0 for
-        what follows a schedule, and norms and trust ratios by leaf are those of a new state. The
-        plan may differ: regions, masks, groups, `shards`, compute dtypes, the backend.
+        what follows a schedule, and norms and trust ratios by leaf are those of a new state; with
+        `accumulate`, "leaf_grad_norm" is 0 until the cycle ends. The plan may differ: regions,
+        masks, groups, `shards`, compute dtypes, the backend.
 
         The checkpoint's numbers win. Where those of `like` differ, one warning through the
         package's logger says which, and `replace_hyperparams` sets them; what the checkpoint has no
@@ -691,8 +695,9 @@ class TrainState:
             leaves: from `to_leaves`, or read back: by path, in whatever containers, also as one
                 mapping from paths ("params/head/kernel") to arrays.
             like: a state for the same parameters and extra, concrete, or abstract as
-                `jax.eval_shape(lambda: TrainState.create(…))`. What it holds is not looked at, but
-                for hyperparameters; where it is committed to devices, the new state is, too.
+                `jax.eval_shape(lambda: TrainState.create(…))`, or one that was donated, to go back
+                after a failure. What it holds is not looked at, but for hyperparameters of a
+                concrete one; where it is committed to devices, the new state is, too.
 
         Raises:
             TypeError: if like is not a state, or something is traced.
@@ -701,9 +706,11 @@ class TrainState:
                 another optimizer's.
         """
         if not isinstance(like, TrainState):
+            is_around = isinstance(getattr(like, "core", None), TrainState)
             raise TypeError(
                 f"like: expected a TrainState, or jax.eval_shape(lambda: TrainState.create(…)), "
                 f"got a {type(like).__name__}"
+                + (" of jaxrenaissance.flax: like.restore(leaves) gives one" if is_around else "")
             )
         if like.ints.ndim != 1:
             raise ValueError(

@@ -280,7 +280,7 @@ def _init(spec: Spec, selection: Selection, params: Any) -> State:
     _refuse_in_place(spec)
     packed.refuse_sharded(params, "params")
     arenas = _arenas(_cached_plan(params, selection))
-    zeros = functools.partial(jnp.zeros, device=_placement(params))
+    zeros = functools.partial(jnp.zeros, device=placement(params))
     moments = [tuple(zeros(*arena) for arena in arenas) for _ in range(spec.config.moments)]
     mu, nu = (*moments, (), ())[:2]
     return State(zeros((), jnp.int32), mu, nu)
@@ -295,7 +295,7 @@ def _arenas(plan: MemoryPlan) -> list[tuple[int, np.dtype]]:
     return [(x.size, x.dtype) for x in plan.arenas] or [(0, np.dtype("float32"))]
 
 
-def _placement(params: Any) -> Sharding | None:
+def placement(params: Any) -> Sharding | None:
     """Where the parameters were put, or None where that is left to JAX.
 
     A state that starts elsewhere moves with the first update, and then the second one compiles.

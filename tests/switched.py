@@ -97,6 +97,7 @@ def tree(seed=0):
     return {"layer": {"kernel": leaf(4, 3), "bias": leaf(3)}, "head": leaf(3, 2)}
 
 
+BAD = jax.tree.map(lambda x: x * jnp.nan, tree())
 GRADIENTS = [tree(seed) for seed in range(1, 1 + STEPS)]
 
 

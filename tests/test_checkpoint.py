@@ -1,12 +1,15 @@
 """Checkpoints: what to_leaves gives, and that from_leaves goes on bit for bit under other plans."""
 
 import logging
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import device_of
+from flax import linen as nn
+from flax import nnx
 from states import (
     assert_buffers_equal,
     assert_trees_equal,
@@ -17,7 +20,8 @@ from states import (
 )
 
 import jaxrenaissance as jr
-from jaxrenaissance import checkpoint, scalars
+import jaxrenaissance.flax as jf
+from jaxrenaissance import checkpoint, packed, scalars
 
 
 def params():
@@ -83,7 +87,7 @@ def assert_goes_on_the_same(again, state, rtol=0.0):
 
 def test_leaves_are_what_the_state_says(trained):
     leaves = trained.to_leaves()
-    assert_trees_equal(leaves["params"], trained.params)
+    assert_trees_equal(leaves["params"], {**trained.params, "empty": None})
     assert leaves["params"]["in"]["kernel"].dtype == jnp.bfloat16
     series = {
         "mu": [own[0] for own in trained.moments],
@@ -93,7 +97,8 @@ def test_leaves_are_what_the_state_says(trained):
     }
     for name, arenas in series.items():
         wanted = by_path(trained, arenas)
-        assert leaves[name].keys() == wanted.keys() == {leaf.path for leaf in trained.plan.leaves}
+        assert wanted.keys() == {leaf.path for leaf in trained.plan.leaves}
+        assert leaves[name].keys() == wanted.keys() - {"empty"}
         for path, x in leaves[name].items():
             assert x.dtype == jnp.float32
             np.testing.assert_array_equal(x, wanted[path])
@@ -379,6 +384,122 @@ def test_optimizers_with_the_same_moments_take_them_over(caplog):
     assert "hyperparams/eps is 1e-08, not 1e-06" in message
 
 
+class Nets(NamedTuple):
+    policy: Any
+    value: Any
+
+
+class Only(NamedTuple):
+    value: Any
+
+
+def nets():
+    return Nets(jnp.ones((2, 2)), jnp.full((2, 2), 2.0))
+
+
+VALUES = {
+    "siblings": (nets, lambda: None),
+    "inside": (lambda: {"attn": nets(), "head": Only(jnp.ones(3, jnp.bfloat16))}, lambda: None),
+    "alone": (lambda: Only(jnp.ones((2, 2))), lambda: Only(jnp.ones(2))),
+    "extra": (lambda: {"w": jnp.ones(2)}, nets),
+    "packed": (lambda: {"w": jnp.ones(2)}, lambda: jr.Packed(nets())),
+    "packed inside": (lambda: {"w": jnp.ones(2)}, lambda: {"s": jr.Packed(nets()), "": nets()}),
+    "one Variable": (lambda: nnx.Param(jnp.ones(2)), lambda: nnx.BatchStat(jnp.ones(3))),
+    "Variables": (
+        lambda: {"value": nnx.Param(jnp.ones((2, 2))), "bias": nnx.Param(jnp.ones(2, jnp.float16))},
+        lambda: jr.Packed({"value": nnx.BatchStat(jnp.ones(3))}),
+    ),
+    "boxed": (
+        lambda: {"w": nn.Partitioned(jnp.ones((2, 2)), ("a", "b"))},
+        lambda: jr.Packed(nn.Partitioned(jnp.ones(2), ("a",))),
+    ),
+}
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("name", VALUES)
+def test_leaves_called_value_go_on(name, host):
+    tree, extra = (make() for make in VALUES[name])
+    grads = ones_like(tree)
+    state = jr.TrainState.create(tree, jr.sgd(0.5, momentum=0.5), extra=extra)
+    state = state.apply_gradients(grads)
+    leaves = state.to_leaves(host=host)
+    again = jr.TrainState.from_leaves(leaves, jax.eval_shape(lambda: state))
+    assert_trees_equal(again.to_leaves(), state.to_leaves())
+    # In plain containers, as readers of files give them back.
+    flat = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x
+        for path, x in jax.tree_util.tree_leaves_with_path(leaves)
+    }
+    again = jr.TrainState.from_leaves(flat, state)
+    assert_trees_equal(again.to_leaves(), state.to_leaves())
+
+
+@pytest.mark.parametrize(
+    ("tree", "extra"),
+    [
+        ({"": jnp.ones(2)}, None),
+        ({"": jnp.ones(2), "w": jnp.ones(2)}, None),
+        ({"w": jnp.ones(2)}, {"": jnp.ones(2)}),
+        ({"w": jnp.ones(2)}, {"s": jr.Packed({"": jnp.ones(2)})}),
+    ],
+)
+def test_what_could_not_be_restored_is_not_written(tree, extra):
+    state = jr.TrainState.create(tree, jr.sgd(0.5, momentum=0.5), extra=extra)
+    for host in (False, True):
+        with pytest.raises(ValueError, match="to_leaves: no checkpoint can name the leaf '"):
+            state.to_leaves(host=host)
+
+
+def test_a_donated_state_will_do_to_be_like(trained):
+    donated = jax.device_put(create(), jax.devices()[-1])
+    leaves = trained.to_leaves(host=True)
+    make_step(donate_argnums=0)(donated, gradients())
+    assert donated.weights[0].is_deleted()
+    again = jr.TrainState.from_leaves(leaves, donated)
+    assert_trees_equal(again.to_leaves(host=True), leaves)
+    assert all(x.devices() == {jax.devices()[-1]} and x.committed for x in jax.tree.leaves(again))
+
+
+def test_all_series_are_unpacked_by_one_program():
+    tree = {"w": jnp.ones((7, 3)), "b": jnp.ones(11)}
+    state = jr.TrainState.create(tree, jr.adam(0.1, ema_decay=0.5, accumulate=jr.Accumulate(2)))
+    compiled = packed._unpack._cache_size()
+    state.to_leaves()
+    assert packed._unpack._cache_size() == compiled + 1
+    with count_compilations() as compilations:
+        state.to_leaves()
+    assert compilations == []
+
+
+def test_leaves_are_copies_where_they_fill_their_arena():
+    tree = {"w": jnp.ones(32)}
+    state = jr.TrainState.create(tree, jr.sgd(0.5, momentum=0.5, backend="xla"), extra=jnp.ones(32))
+    leaves = state.to_leaves()
+    wanted = jax.tree.map(np.array, leaves)
+    make_step(donate_argnums=0)(state, tree)
+    assert_trees_equal(jax.device_get(leaves), wanted)
+
+
+def test_what_has_no_elements_need_not_be_there():
+    empty = jnp.zeros((0, 2), jnp.bfloat16)
+    extra = {"a": jr.Packed({"b": empty}), "k": jax.random.split(jax.random.key(0), 3)[:0]}
+    for tree in (empty, {"w": empty, "i": jnp.zeros(0, jnp.int8)}, {"w": empty, "b": jnp.ones(2)}):
+        options = {"trainable": None if tree is empty else ["w", *({"b"} & tree.keys())]}
+        state = jr.TrainState.create(tree, jr.adam(0.1, ema_decay=0.5), extra=extra, **options)
+        for host in (False, True):
+            leaves = state.to_leaves(host=host)
+            assert all(x.size for x in jax.tree.leaves(leaves))
+            again = jr.TrainState.from_leaves(leaves, state)
+            assert_trees_equal(again.params, state.params)
+            assert again.extra["a"].plan == state.extra["a"].plan
+            assert again.extra["k"].shape == (0,)
+            assert again.extra["k"].dtype == state.extra["k"].dtype
+        # Where they are, as in files of other makers, they are read.
+        whole = {**leaves, "params": state.params, "extra": {"a": {"b": np.zeros((0, 2), "f4")}}}
+        jr.TrainState.from_leaves(whole, state)
+
+
 def test_a_state_of_members_is_an_error():
     one = jr.TrainState.create({"w": jnp.ones(2)}, jr.sgd(0.1))
     states = jax.vmap(lambda _: jr.TrainState.create({"w": jnp.ones(2)}, jr.sgd(0.1)))(
@@ -396,6 +517,11 @@ def test_a_state_of_members_is_an_error():
 def test_what_is_no_state_or_traced_is_an_error(trained):
     with pytest.raises(TypeError, match="like: expected a TrainState, or jax"):
         jr.TrainState.from_leaves(trained.to_leaves(), params())
+    around = jf.TrainState(core=trained, apply_fn=None)
+    with pytest.raises(
+        TypeError, match=r"a TrainState of .*flax: like\.restore\(leaves\) gives one"
+    ):
+        jr.TrainState.from_leaves(trained.to_leaves(), around)
     for traced in (lambda x: (x, trained), lambda x: (x, x)):
         with pytest.raises(TypeError, match="from_leaves: the leaves or `like` are traced"):
             jax.jit(lambda x, traced=traced: jr.TrainState.from_leaves(*traced(x)))(trained)

@@ -130,6 +130,15 @@ class Pair(NamedTuple):
     second: Any
 
 
+class Nets(NamedTuple):
+    policy: Any
+    value: Any
+
+
+class Only(NamedTuple):
+    value: Any
+
+
 @struct.dataclass
 class Layer:
     kernel: Any
@@ -142,6 +151,9 @@ TREES = {
     "FrozenDict": FrozenDict({"layer": {"kernel": jnp.ones((2, 2))}}),
     "nnx.State": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param),
     "one array": jnp.ones(3),
+    "value": Nets({"w": jnp.ones(2)}, Only(jnp.ones(3))),
+    "no elements": {"a": jnp.zeros((0, 3)), "b": Only(jnp.zeros(0)), "c": jnp.ones(2)},
+    "nothing but": Pair(jnp.zeros(0), jnp.zeros((2, 0))),
 }
 
 
@@ -154,6 +166,10 @@ def test_containers_come_back_as_dicts_and_lists_and_are_known_by_path(name, tmp
         checkpointer.save(tmp_path / "run", state.to_leaves())
         checkpointer.wait_until_finished()
         leaves = checkpointer.restore(tmp_path / "run")
-    again = jr.TrainState.from_leaves(leaves, jax.eval_shape(lambda: state))
-    assert_trees_equal(again.params, state.params)
-    assert_trees_equal(again.moments, state.moments)
+        abstract = jax.eval_shape(lambda: state)
+        target = jax.eval_shape(lambda state: state.to_leaves(), abstract)
+        whole = checkpointer.restore(tmp_path / "run", target)
+    for given in (leaves, whole):
+        again = jr.TrainState.from_leaves(given, abstract)
+        assert_trees_equal(again.params, state.params)
+        assert_trees_equal(again.moments, state.moments)

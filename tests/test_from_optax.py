@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from states import assert_trees_equal, by_path
-from switched import GRADIENTS, KERNELS, PAIRS, RATE, assert_close, optax_run, our_run, tree
+from jax.sharding import NamedSharding, PartitionSpec
+from states import assert_trees_equal, by_path, count_compilations, make_step
+from switched import BAD, GRADIENTS, KERNELS, PAIRS, RATE, assert_close, optax_run, our_run, tree
 
 import jaxrenaissance as jr
 from jaxrenaissance import scalars
@@ -48,8 +49,7 @@ def test_the_moments_are_optax_s_own_and_for_lars_with_the_other_sign():
 
 def test_counts_and_skips_are_taken_over():
     tx, optimizer = PAIRS["apply_if_finite"]
-    bad = jax.tree.map(lambda x: x * jnp.nan, tree())
-    gradients = [GRADIENTS[0], bad, GRADIENTS[1], bad, bad]
+    gradients = [GRADIENTS[0], BAD, GRADIENTS[1], BAD, BAD]
     params, opt_state = optax_run(tx, tree(), tx.init(tree()), gradients)
     state = jr.from_optax(params, opt_state, optimizer)
     counts = [int(x) for x in (state.step, state.calls, state.skipped, state.consecutive_skips)]
@@ -72,6 +72,102 @@ def test_a_running_mean_becomes_a_sum_in_the_loss_scale():
         jr.from_optax(params, opt_state, jr.adam(0.1))
     params, opt_state = optax_run(tx, tree(), tx.init(tree()), GRADIENTS[:3])
     assert int(jr.from_optax(params, opt_state, jr.adam(0.1)).step) == 1
+
+
+def test_a_running_mean_that_is_not_finite_skips_its_cycle():
+    tx = optax.MultiSteps(optax.apply_if_finite(optax.adam(0.1), 5), 3)
+    bad = {**tree(), "layer": {"kernel": tree()["layer"]["kernel"], "bias": jnp.full(3, jnp.inf)}}
+    before = optax_run(tx, tree(), tx.init(tree()), GRADIENTS[:3])
+    params, opt_state = optax_run(tx, *before, [GRADIENTS[3], bad])
+    optimizer = jr.adam(0.1, accumulate=jr.Accumulate(3))
+    state = jr.from_optax(params, opt_state, optimizer)
+    assert bool(state.has_nan)
+    state = state.apply_gradients(GRADIENTS[4])
+    assert_trees_equal(state.params, params)
+    assert [int(x) for x in (state.step, state.calls, state.skipped)] == [1, 6, 1]
+    with pytest.raises(FloatingPointError, match=r"In call 4 .* of 'layer/bias' had a NaN"):
+        jr.check(state, max_consecutive=0)
+    wanted, _ = optax_run(tx, *before, GRADIENTS[5:8])
+    assert_close(our_run(state, GRADIENTS[5:8]).params, wanted)
+    # Without skipping, the NaN goes its way here as there.
+    unsafe = jr.adam(0.1, accumulate=jr.Accumulate(3), skip_nonfinite=False)
+    unskipped = jr.from_optax(params, opt_state, unsafe).apply_gradients(GRADIENTS[4])
+    assert np.isnan(unskipped.params["layer"]["bias"]).all()
+    assert np.isfinite(unskipped.params["head"]).all()
+    # optax's own mean is never finite again, also when the cycle is over.
+    params, opt_state = optax_run(tx, params, opt_state, GRADIENTS[4:5])
+    state = jr.from_optax(params, opt_state, optimizer)
+    assert_close(our_run(state, GRADIENTS[5:8]).params, wanted)
+
+
+def test_a_step_is_given_where_nothing_counts():
+    tx = optax.sgd(0.1, momentum=0.9)
+    params, opt_state = optax_run(tx, tree(), tx.init(tree()), GRADIENTS[:2])
+    optimizer = jr.sgd(RATE, momentum=0.9)
+    assert int(jr.from_optax(params, opt_state, optimizer).step) == 0
+    state = jr.from_optax(params, opt_state, optimizer, step=4)
+    assert (int(state.step), int(state.calls)) == (4, 4)
+    rate = state.apply_gradients(GRADIENTS[2]).metrics["learning_rate"]
+    np.testing.assert_allclose(rate, RATE(4), rtol=1e-6)
+    assert int(jr.from_optax(tree(), ADAM_LATER, jr.adam(0.1), step=3).step) == 3
+    with pytest.raises(ValueError, match="step: 4 was given, and ScaleByAdamState has counted 3"):
+        jr.from_optax(tree(), ADAM_LATER, jr.adam(0.1), step=4)
+    with pytest.raises(ValueError, match="step: expected the number of updates made, got -1"):
+        jr.from_optax(params, opt_state, optimizer, step=-1)
+    with pytest.raises(TypeError, match=r"step: expected an integer, got 1\.5"):
+        jr.from_optax(params, opt_state, optimizer, step=1.5)
+
+
+def test_numbers_that_have_no_place_are_told_in_one_warning(caplog):
+    def clipped(lr, clip):
+        return optax.chain(optax.clip(clip), optax.adam(lr))
+
+    plateau = optax.contrib.reduce_on_plateau()
+    inject = optax.inject_hyperparams(clipped)(0.05, clip=2.0)
+    opt_state = [inject.init(tree()), plateau.init(tree())]
+    opt_state[1] = opt_state[1]._replace(scale=jnp.asarray(0.5))
+    assert int(jr.from_optax(tree(), opt_state, jr.adam(0.1)).step) == 0
+    (record,) = caplog.records
+    for part in ("lr = 0.05", "clip = 2", "scale = 0.5 of ReduceLROnPlateauState"):
+        assert part in record.message
+    assert "learning_rate" not in record.message
+    caplog.clear()
+    tx, optimizer = PAIRS["inject_hyperparams"]
+    jr.from_optax(tree(), [tx.init(tree()), plateau.init(tree())], optimizer)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("placed", [{"params"}, {"opt_state"}, {"params", "opt_state"}])
+def test_the_state_lies_together_where_params_or_opt_state_were_put(placed):
+    tx, optimizer = PAIRS["inject_hyperparams"]
+    mesh = jax.make_mesh((2,), ("x",))
+    for where in (jax.devices()[1], NamedSharding(mesh, PartitionSpec())):
+        params, opt_state = tree(), tx.init(tree())
+        params = jax.device_put(params, where) if "params" in placed else params
+        opt_state = jax.device_put(opt_state, where) if "opt_state" in placed else opt_state
+        state = jr.from_optax(params, opt_state, optimizer)
+        step = make_step()
+        with count_compilations() as compilations:
+            state = step(step(state, GRADIENTS[0]), GRADIENTS[1])
+        assert len(compilations) == 1
+        assert state.ints.devices() == jax.device_put(1, where).devices()
+
+
+def test_what_is_sharded_or_has_several_members_or_no_values_is_an_error():
+    mesh = jax.make_mesh((2,), ("x",))
+    rows = NamedSharding(mesh, PartitionSpec("x"))
+    mu = {**tree(), "layer": {**tree()["layer"], "kernel": jax.device_put(jnp.ones((4, 3)), rows)}}
+    with pytest.raises(ValueError, match=r"opt_state: the leaf '.*kernel' is sharded"):
+        jr.from_optax(tree(), optax.tree.set(ADAM, mu=mu), jr.adam(0.1))
+    several = jax.tree.map(lambda x: jnp.stack([x, x]), (tree(), ADAM))
+    with pytest.raises(ValueError, match=r"opt_state: ScaleByAdamState holds \(2,\) members"):
+        jr.from_optax(*several, jr.adam(0.1))
+    with pytest.raises(
+        TypeError, match=r"params: expected arrays.* Call from_optax outside of jit"
+    ):
+        jax.jit(lambda params: jr.from_optax(params, ADAM, jr.adam(0.1)))(tree())
+    with pytest.raises(TypeError, match="opt_state: expected arrays, got traced or abstract"):
+        jr.from_optax(tree(), jax.eval_shape(lambda: ADAM), jr.adam(0.1))
 
 
 def test_injected_numbers_are_taken_but_for_those_on_a_schedule():

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from states import HOW, applied, assert_buffers_equal, assert_trees_equal, mlp
+from states import HOW, applied, assert_buffers_equal, assert_trees_equal, loss_fn, mlp
 
 import jaxrenaissance as jr
+import jaxrenaissance.flax as jf
 
 
 def optimizer(backend, **options):
@@ -107,6 +108,15 @@ def test_leaves_that_are_not_trained_are_not_read(backend):
     for base in (None, jnp.zeros(3)):
         new = jr.lerp(target, {"base": base, "head": jnp.zeros(2)}, 0.5)
         assert_trees_equal(new.params, {**params, "head": jnp.full(2, 0.5)})
+
+
+def test_states_for_flax_are_taken_as_the_states_in_them():
+    def create(seed):
+        return jf.TrainState.create(apply_fn=loss_fn, params=mlp(seed), tx=optimizer("xla"))
+
+    target = jr.lerp(create(0), create(1), 0.5)
+    assert isinstance(target, jf.TrainState)
+    assert_trees_equal(target.params, jr.lerp(create(0).core, mlp(1), 0.5).params)
 
 
 def test_what_cannot_be_followed_is_refused():

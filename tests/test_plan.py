@@ -4,17 +4,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx, struct
 from flax.core import FrozenDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrenaissance.models import MODELS, named_shapes
-from jaxrenaissance.paths import matches
+from jaxrenaissance.packed import all_paths
+from jaxrenaissance.paths import leaves_with_paths, matches
 from jaxrenaissance.plan import SEGMENT_BYTES, MemoryPlan, PlanConfig
 from jaxrenaissance.regions import BIAS_LIKE, W_REGIONS, WEIGHTS, Region
 
@@ -752,3 +756,59 @@ def test_two_leaves_of_one_path_are_refused():
     tree = {"a/b": jnp.ones(2), "a": {"b": jnp.ones(3)}}
     with pytest.raises(ValueError, match="'a/b' is the path of more than one leaf"):
         MemoryPlan.build(tree)
+
+
+class Attention(NamedTuple):
+    query: Any
+    key: Any
+    value: Any
+
+
+class Gate(NamedTuple):
+    value: Any
+
+
+class Both(NamedTuple):
+    value: Any
+    raw_value: Any
+
+
+@struct.dataclass
+class Cell:
+    value: Any
+
+
+class Projections(eqx.Module):
+    key: Any
+    value: Any
+
+
+def test_only_flax_boxes_leave_their_value_out_of_the_path():
+    tree = {
+        "attn": Attention(*[array(2, 2)] * 3),
+        "eqx": Projections(array(2, 2), array(2, 2)),
+        "gate": Gate(array(3)),
+        "cell": Cell(array(3)),
+        "both": Both(array(1), array(1)),
+        "head": nnx.Param(array(2, 2)),
+        "list": [nn.Partitioned(array(2), ("a",)), nn.LogicallyPartitioned(array(2), ("a",))],
+        "module": nnx.eval_shape(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
+        "nested": nnx.Param({"a": array(1), "b": array(1)}),
+    }
+    plan = MemoryPlan.build(tree)
+    expected = [
+        *("attn/query", "attn/key", "attn/value", "both/value", "both/raw_value", "cell/value"),
+        *("eqx/key", "eqx/value", "gate/value", "head", "list/0", "list/1"),
+        *("module/bias", "module/kernel", "nested/value/a", "nested/value/b"),
+    ]
+    assert paths(plan) == all_paths(plan) == expected
+    assert paths(MemoryPlan.build(tree, trainable="attn/*")) == expected[:3]
+    assert [path for path, _ in leaves_with_paths(tree)] == expected
+
+
+def test_paths_where_nothing_is_looked_into():
+    tree = {"a": Gate(1), "b": nnx.Param(2), "c": [3, 4], "d": None}
+    found = leaves_with_paths(tree, lambda x: isinstance(x, list | nnx.Variable))
+    assert found == [("a/value", 1), ("b", tree["b"]), ("c", [3, 4])]
+    assert leaves_with_paths(nnx.Param(2)) == leaves_with_paths(2) == [("", 2)]
+    assert leaves_with_paths(Gate(2)) == [("value", 2)]

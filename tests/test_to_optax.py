@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from states import assert_trees_equal, by_path
-from switched import GRADIENTS, KERNELS, PAIRS, RATE, assert_close, optax_run, our_run, tree
+from states import assert_trees_equal, by_path, count_compilations
+from switched import BAD, GRADIENTS, KERNELS, PAIRS, RATE, assert_close, optax_run, our_run, tree
 
 import jaxrenaissance as jr
+import jaxrenaissance.flax as jf
 
 CUT = 5
+ACCUMULATING = jr.adam(0.1, accumulate=jr.Accumulate(3))
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -57,18 +59,69 @@ def test_moments_take_the_dtypes_that_tx_has():
     np.testing.assert_array_equal(adam.mu["head"], jnp.asarray(wanted, jnp.bfloat16))
 
 
+def test_all_leaves_are_converted_by_one_program():
+    params = {str(n): jnp.ones(n) for n in (11, 13, 17, 19)}
+    tx, optimizer = PAIRS["lars"]
+    state = jr.TrainState.create(params, optimizer)
+    tx.init(state.params)
+    with count_compilations() as compilations:
+        jr.to_optax(state, tx)
+    assert len(compilations) == 1
+
+
 def test_skips_are_counted_and_sums_are_unscaled():
     optimizer = jr.adam(0.1, accumulate=jr.Accumulate(2), loss_scale=jr.StaticLossScale(8))
     state = jr.TrainState.create(tree(), optimizer)
-    bad = jax.tree.map(lambda x: x * jnp.nan, tree())
     scaled = [jax.tree.map(lambda x: 8 * x, grads) for grads in GRADIENTS[:3]]
-    state = our_run(state, [*scaled[:2], bad, bad, bad, bad, scaled[2]])
+    state = our_run(state, [*scaled[:2], BAD, BAD, BAD, BAD, scaled[2]])
     tx = optax.MultiSteps(optax.apply_if_finite(optax.adam(0.1), 5), 2)
     _, opt_state = jr.to_optax(state, tx)
     finite = opt_state.inner_opt_state
     assert (int(finite.notfinite_count), int(finite.total_notfinite)) == (2, 2)
     assert (int(opt_state.mini_step), int(opt_state.gradient_step)) == (1, 1)
     np.testing.assert_allclose(opt_state.acc_grads["head"], GRADIENTS[2]["head"], rtol=1e-6)
+
+
+def test_a_cycle_to_be_skipped_cannot_be_handed_over():
+    state = our_run(jr.TrainState.create(tree(), ACCUMULATING), [*GRADIENTS[:4], BAD])
+    tx = optax.MultiSteps(optax.apply_if_finite(optax.adam(0.1), 5), 3)
+    with pytest.raises(ValueError, match="state: a gradient of its running cycle was not finite"):
+        jr.to_optax(state, tx)
+    state = our_run(state, GRADIENTS[4:5])
+    got, _ = optax_run(tx, *jr.to_optax(state, tx), GRADIENTS[5:8])
+    assert_close(got, our_run(state, GRADIENTS[5:8]).params)
+
+
+def test_what_tx_has_of_its_own_stays_as_init_made_it():
+    state = our_run(jr.TrainState.create(tree(), jr.adam(RATE)), GRADIENTS[:3])
+    tx = optax.chain(
+        optax.adam(RATE), optax.contrib.reduce_on_plateau(), optax.add_noise(0.1, 0.5, 0)
+    )
+    _, ((adam, schedule), plateau, noise) = jr.to_optax(state, tx)
+    assert (int(adam.count), int(schedule.count)) == (3, 3)
+    assert_trees_equal(plateau, optax.contrib.reduce_on_plateau().init(tree()))
+    assert int(noise.count) == 0
+
+
+def test_counts_lie_where_the_state_does():
+    tx, optimizer = PAIRS["inject_hyperparams of a schedule"]
+    where = jax.devices()[1]
+    state = jr.TrainState.create(jax.device_put(tree(), where), optimizer)
+    params, opt_state = jr.to_optax(state, tx)
+    assert all(x.committed and x.devices() == {where} for x in jax.tree.leaves(opt_state))
+    step = jax.jit(tx.update)
+    with count_compilations() as compilations:
+        for grads in GRADIENTS[:2]:
+            _, opt_state = step(grads, opt_state, params)
+    assert len(compilations) == 1
+
+
+def test_a_state_for_flax_is_taken_as_the_state_in_it():
+    state = jf.TrainState.create(apply_fn=None, params=tree(), tx=jr.adam(0.1))
+    state = state.apply_gradients(grads=GRADIENTS[0])
+    assert_trees_equal(
+        jr.to_optax(state, optax.adam(0.1)), jr.to_optax(state.core, optax.adam(0.1))
+    )
 
 
 def test_leaves_that_are_not_trained_start_anew():
@@ -80,9 +133,6 @@ def test_leaves_that_are_not_trained_start_anew():
     tx = optax.masked(optax.adam(0.1), {"layer": True, "head": False})
     _, opt_state = jr.to_optax(state, tx)
     assert_trees_equal(opt_state.inner_state[0].mu["layer"], adam.mu["layer"])
-
-
-ACCUMULATING = jr.adam(0.1, accumulate=jr.Accumulate(3))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +162,39 @@ ACCUMULATING = jr.adam(0.1, accumulate=jr.Accumulate(3))
         ),
         (ACCUMULATING, optax.adam(0.1), "state: it has added up 1 micro-batches of a cycle"),
         (jr.adam(0.1), optax.masked(jr.adam(0.1), KERNELS), "its State are of other leaves"),
-        (jr.adam(0.1), jr.lion(0.1, mask=True), "or of another kind"),
+        (jr.adam(0.1), optax.chain(jr.lion(0.1, mask=True)), "or of another kind"),
+        (
+            jr.adam(0.1),
+            jr.lion(0.1, mask=True),
+            "of another kind, lion, and those of the state are adam",
+        ),
+        (
+            jr.sgd(0.1, momentum=0.9),
+            jr.lion(0.1, mask=True),
+            "tx: its moments are of another kind, lion, and those of the state are momentum",
+        ),
+        (
+            jr.lars(0.1, trust_ratio_mask="weights"),
+            jr.sgd(0.1, momentum=0.9),
+            "tx: its moments are of another kind, momentum, and those of the state are lars",
+        ),
+        (
+            jr.adam(0.1),
+            optax.chain(optax.adam(0.1), optax.ema(0.9)),
+            "tx: EmaState keeps ema for 'head'; 'layer/bias'; 'layer/kernel', of which",
+        ),
+        (jr.sgd(0.1), optax.rmsprop(0.1), "tx: ScaleByRmsState keeps nu for 'head'; 'layer/bias'"),
+        (
+            ACCUMULATING,
+            optax.MultiSteps(optax.adam(0.1), 3, use_grad_mean=False),
+            "tx: its MultiSteps has use_grad_mean=False",
+        ),
+        (
+            ACCUMULATING,
+            optax.MultiSteps(optax.adam(0.1), 1).gradient_transformation(),
+            "tx: the cycles of its MultiSteps are of 1 micro-batches, and the state has added up 1 "
+            "of 3",
+        ),
     ],
 )
 def test_what_has_no_place_is_an_error(optimizer, tx, message):
@@ -129,6 +211,15 @@ def test_members_are_taken_one_at_a_time():
     assert_trees_equal(params, tree())
 
 
-def test_what_is_no_state_is_an_error():
+def test_what_is_no_state_or_no_optimizer_is_an_error():
     with pytest.raises(TypeError, match="state: expected a TrainState, got a dict"):
         jr.to_optax(tree(), optax.sgd(0.1))
+    state = jr.TrainState.create(tree(), jr.sgd(0.1))
+    with pytest.raises(TypeError, match=r"tx: expected .* got sgd, .*one: sgd\(…\)"):
+        jr.to_optax(state, optax.sgd)
+    with pytest.raises(TypeError, match=r"tx: expected .* got MultiSteps, which makes one"):
+        jr.to_optax(state, optax.MultiSteps)
+    with pytest.raises(TypeError, match=r"tx: expected an optimizer, .* got None"):
+        jr.to_optax(state, None)
+    with pytest.raises(TypeError, match=r"state: expected arrays.* Call to_optax outside of jit"):
+        jax.jit(lambda state: jr.to_optax(state, optax.sgd(0.1)))(state)
