@@ -1,7 +1,8 @@
 """The table that the native handlers read: where each segment of an arena lies.
 
-It depends on the plan alone and is an attribute of the call, so it stays in host memory with the
-compiled program; the CUDA kernels get it by value in their parameters.
+It depends on the plan alone and is an attribute of the call, so the handlers decode it once and
+keep it in host memory with the compiled program; the CUDA kernels get it by value in their
+parameters.
 """
 
 import functools
