@@ -9,7 +9,8 @@ import optax
 
 from ..train_state import TrainState
 
-UNROLL = 2  # steps in a round of the loop
+Step = Callable[[Any, Any], Any]
+"""(state, gradients) → state."""
 
 
 class Compiled(NamedTuple):
@@ -51,7 +52,7 @@ class Side:
         gradients: what every step is given.
     """
 
-    def __init__(self, step: Callable[[Any, Any], Any], state: Any, gradients: Any) -> None:
+    def __init__(self, step: Step, state: Any, gradients: Any) -> None:
         self.step, self.state, self.gradients = step, state, gradients
         self.jitted = jax.jit(step, donate_argnums=0)
 
@@ -64,26 +65,33 @@ class Side:
         return compile_step(self.jitted, self.state, self.gradients)
 
     def loop(self, steps: int) -> Callable[[], Any]:
-        """A function that starts ``steps`` steps in one compiled loop, on the same state.
-
-        For XLA, the gradients behind the barrier are new ones in each round: without it, it would
-        take what depends on them alone out of the loop, such as their norm. A round has several
-        steps, since XLA captures five launches or more into a CUDA graph, as in a step with a
-        backward pass.
-        """
-
-        def run(state: Any, gradients: Any) -> Any:
-            def body(_: Any, state: Any) -> Any:
-                return self.step(*jax.lax.optimization_barrier((state, gradients)))
-
-            return jax.lax.fori_loop(0, steps, body, state, unroll=UNROLL)
-
-        jitted = jax.jit(run, donate_argnums=0)
+        """A function that starts ``steps`` steps in one compiled loop, on the same state."""
+        jitted = looped(self.step, steps)
         return lambda: self._advance(jitted)
 
-    def _advance(self, jitted: Callable[[Any, Any], Any]) -> Any:
+    def _advance(self, jitted: Step) -> Any:
         self.state = jitted(self.state, self.gradients)
         return jax.tree.leaves(self.state)[0]
+
+
+def looped(step: Step, steps: int) -> Any:
+    """A jitted, donated function: ``steps`` steps in one loop.
+
+    For XLA, the gradients behind the barrier are new ones in each round: without it, it would take
+    what depends on them alone out of the loop, such as their norm. On a GPU a round has two steps,
+    since XLA captures five launches or more into a CUDA graph, as in a step with a backward pass.
+    On a CPU it removes the barrier before it fuses operations, and would make one pass of two steps
+    of optax.
+    """
+
+    def run(state: Any, gradients: Any) -> Any:
+        def body(_: Any, state: Any) -> Any:
+            return step(*jax.lax.optimization_barrier((state, gradients)))
+
+        unroll = 1 if jax.default_backend() == "cpu" else 2
+        return jax.lax.fori_loop(0, steps, body, state, unroll=unroll)
+
+    return jax.jit(run, donate_argnums=0)
 
 
 def our_step(state: TrainState, gradients: Any) -> TrainState:
@@ -91,7 +99,7 @@ def our_step(state: TrainState, gradients: Any) -> TrainState:
     return state.apply_gradients(gradients)
 
 
-def optax_step(optimizer: optax.GradientTransformation) -> Callable[[Any, Any], Any]:
+def optax_step(optimizer: optax.GradientTransformation) -> Step:
     """A step of optax on leaves; its state is (params, opt_state)."""
 
     def step(state: Any, gradients: Any) -> Any:
