@@ -46,10 +46,10 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of the packages whose times are compared."""
-    packages = {name: version(name) for name in ("jax", "jaxlib", "optax", "numpy")}
-    return {"python": platform.python_version(), **packages}
+def versions(*more: str) -> dict[str, str]:
+    """Of Python, of the packages that are always used, and of others."""
+    packages = ("jax", "jaxlib", "optax", "numpy", *more)
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def command() -> str:
@@ -65,12 +65,11 @@ def _without_folder(argument: str) -> str:
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 
-def print_table(title: str, lines: Sequence[Sequence[str]]) -> None:
-    """Prints lines of cells, headings first, in columns."""
-    print(f"\n{title}")
+def table(title: str, lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells, headings first, in columns under a title."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    text = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join([title, *text])
 
 
 def write_json(path: str, content: Any) -> None:
@@ -86,7 +85,7 @@ def report(title: str, rows: list[dict[str, Any]], path: str | None) -> None:
     """
     items = [item for row in rows for item in row.items()]
     columns = list(dict.fromkeys(key for key, value in items if not isinstance(value, list)))
-    print_table(title, [columns, *([cell(row.get(c)) for c in columns] for row in rows)])
+    print("\n" + table(title, [columns, *([cell(row.get(c)) for c in columns] for row in rows)]))
     if path:
         machine = {"device": device_name(), "platform": jax.default_backend(), **versions()}
         write_json(path, {"machine": {**machine, "command": command()}, "rows": rows})
