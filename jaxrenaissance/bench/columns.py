@@ -25,7 +25,8 @@ HEADINGS = (
 )
 MEANING = """\
 call: a jitted, donated step, called from Python again and again; torch's step likewise
-host: of that the host's part, which is until a call returns while the device is idle
+host: of that the host's part, which is until a call returns while the device is idle; on a CPU
+  that is the step itself wherever the library runs it inside of the call
 device: a step of many in one compiled loop, or in one CUDA graph
 bytes: those that a step must move for each parameter; of copy: at which part of the copy's rate
 times optax: of the call, above 1 is faster; on the device: of the loop; tie: within the spreads"""
