@@ -214,6 +214,13 @@ def test_a_plot_without_matplotlib_names_the_extra(capsys, monkeypatch):
     assert "--plot needs matplotlib: pip install 'jaxrenaissance[plots]'" in message
 
 
+def test_a_plot_of_unknown_format_is_an_error(capsys):
+    message = error(capsys, "--plot", "x.txt")
+    assert "--plot: expected a file that ends in" in message
+    assert ".png" in message
+    assert "got 'x.txt'" in message
+
+
 def test_torch_takes_part_where_it_is_installed():
     pytest.importorskip("torch")
     entered = contestants(shapes_of("3x100"), KINDS["adamw"], ["torch"])

@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,8 +52,7 @@ def run(options: argparse.Namespace) -> str:
     models = SWEEPS[options.sweep] if options.sweep else options.model.split(",")
     shapes = {model: jax.tree.leaves(shapes_of(model)) for model in models}
     optimizers = _among("--optimizer", options.optimizer, KINDS)
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'jaxrenaissance[plots]'")
+    save_plot = _plotter(options.plot) if options.plot else None
     rivals = _rivals(options.against)
     effort = QUICK if options.quick else FULL
 
@@ -84,12 +83,20 @@ def run(options: argparse.Namespace) -> str:
     if options.json:
         origin = {"versions": used, "command": command()}
         write_json(options.json, [{**row, **origin} for row in rows])
-    if options.plot:
-        from . import plot
-
-        plot.save(options.plot, rows, options.sweep)
+    if save_plot is not None:
+        save_plot(options.plot, rows, options.sweep)
     title = f"{device_name()}, " + ", ".join(f"{k} {v}" for k, v in used.items())
     return f"{table(title, bench_lines(rows))}\n\n{MEANING}"
+
+
+def _plotter(path: str) -> Callable[..., None]:
+    """What draws rows into a file; an error now if it could not."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'jaxrenaissance[plots]'")
+    from . import plot
+
+    plot.check_ending(path)
+    return plot.save
 
 
 def _among(option: str, given: str, known: Any) -> list[str]:
@@ -126,7 +133,7 @@ class _Progress:
     """A bar where tqdm is installed and stderr is a terminal; else nothing."""
 
     def __init__(self, total: int) -> None:
-        self.bar = None
+        self.bar, self.begun = None, 0
         if importlib.util.find_spec("tqdm") is not None:
             from tqdm import tqdm
 
@@ -142,5 +149,6 @@ class _Progress:
     def step(self, text: str) -> None:
         """Says what is done next, and counts what was done before."""
         if self.bar is not None:
+            self.bar.update(self.begun)
             self.bar.set_description(text)
-            self.bar.update()
+            self.begun = 1

@@ -9,12 +9,20 @@ import matplotlib
 matplotlib.use("Agg")  # draws into files and needs no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from .columns import row_name
 
 Rows = Sequence[dict[str, Any]]
+
+
+def check_ending(path: str) -> None:
+    """Raises a `ValueError` for a file whose format is not known: now, not after a long run."""
+    known = FigureCanvasAgg.filetypes
+    if Path(path).suffix.removeprefix(".") not in known:
+        raise ValueError(f"--plot: expected a file that ends in .{', .'.join(known)}; got {path!r}")
 
 
 def save(path: str | Path, rows: Rows, sweep: str | None) -> None:
