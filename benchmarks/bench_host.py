@@ -8,17 +8,19 @@ end is not waited for. The floor is a jitted, donated function of as many tiny b
 
 import argparse
 import dataclasses
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from bench_update import LEARNING_RATE, WEIGHT_DECAY, Side, random_tree
-from timing import WARM_UP_CALLS, Seconds, alternate, report, summary
+from bench_update import LEARNING_RATE, WEIGHT_DECAY
 
 import jaxrenaissance as jr
+from jaxrenaissance.bench.data import random_tree
+from jaxrenaissance.bench.report import report
+from jaxrenaissance.bench.sides import Side, optax_step, our_step
+from jaxrenaissance.bench.timing import alternate, call_times
 from jaxrenaissance.models import named_shapes
 
 
@@ -31,30 +33,15 @@ def arena_step(state: jr.TrainState, x: jax.Array) -> jr.TrainState:
     return state.apply_gradients(dataclasses.replace(state, weights=gradients).params)
 
 
-def optax_step(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+def optax_host_step(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
     """A step of optax on leaves, with the same gradients."""
+    step = optax_step(optimizer)
 
-    def step(state: Any, x: jax.Array) -> Any:
-        params, opt_state = state
-        gradients = jax.tree.map(lambda p: 0.01 * p + x.astype(p.dtype), params)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+    def with_made_gradients(state: Any, x: jax.Array) -> Any:
+        params, _ = state
+        return step(state, jax.tree.map(lambda p: 0.01 * p + x.astype(p.dtype), params))
 
-    return step
-
-
-def call_times(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Seconds]:
-    """Seconds until a call returns, the device being idle before it."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for i in range(rounds + WARM_UP_CALLS):
-        for name, side in sides.items():
-            start = time.perf_counter()
-            result = side()
-            end = time.perf_counter()
-            jax.block_until_ready(result)
-            if i >= WARM_UP_CALLS:
-                times[name].append(end - start)
-    return {name: summary(values) for name, values in times.items()}
+    return with_made_gradients
 
 
 def bench_calls(model: str, rounds: int) -> list[dict[str, Any]]:
@@ -71,7 +58,7 @@ def bench_calls(model: str, rounds: int) -> list[dict[str, Any]]:
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     leaves = len(jax.tree.leaves(params))
     if leaves < 1000:
-        sides["optax"] = Side(optax_step(optimizer), (params, optimizer.init(params)), x)
+        sides["optax"] = Side(optax_host_step(optimizer), (params, optimizer.init(params)), x)
     seconds = call_times(sides, rounds)
     return [
         {
@@ -106,20 +93,14 @@ def bench_seeds(seeds: int, rounds: int) -> list[dict[str, Any]]:
             LEARNING_RATE, weight_decay=WEIGHT_DECAY, skip_nonfinite=skip_nonfinite
         )
         state = jax.vmap(lambda p: jr.TrainState.create(p, optimizer))(params)
-        return Side(jax.vmap(lambda s, g: s.apply_gradients(g)), state, gradients)
+        return Side(jax.vmap(our_step), state, gradients)
 
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-
-    def optax_update(state: Any, gradients: Any) -> Any:
-        params, opt_state = state
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
     sides = {
         "ours": ours(True),
         "ours, skip_nonfinite=False": ours(False),
         "optax": Side(
-            jax.vmap(optax_update), (params, jax.vmap(optimizer.init)(params)), gradients
+            jax.vmap(optax_step(optimizer)), (params, jax.vmap(optimizer.init)(params)), gradients
         ),
     }
     seconds = alternate(sides, rounds=rounds)

@@ -12,21 +12,21 @@ step of the compiled program.
 """
 
 import argparse
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from bench_update import LEARNING_RATE, WEIGHT_DECAY, Side, random_tree
-from timing import Seconds, alternate, copy_rate, report, step_row
+from bench_update import LEARNING_RATE, WEIGHT_DECAY
 
 import jaxrenaissance as jr
+from jaxrenaissance.bench.data import random_tree
+from jaxrenaissance.bench.report import report, step_row
+from jaxrenaissance.bench.sides import Side, optax_step, our_step
+from jaxrenaissance.bench.timing import alternate, copy_rate
 from jaxrenaissance.models import named_shapes
 
 LOSS_SCALE, MAX_NORM, EMA_DECAY = 1024.0, 1.0, 0.999
-UNROLL = 2  # steps in a round of the loop
 OPTAX = "optax: apply_if_finite, clip, adamw"
 BYTES_UPDATE, BYTES_OPTAX = 28, 32
 
@@ -50,36 +50,6 @@ VARIANTS = {
 }
 
 
-def loop(step: Callable[[Any, Any], Any], steps: int, state: Any, gradients: Any) -> Any:
-    """``steps`` steps. Behind the barrier the gradients are new ones in each of them, for XLA.
-
-    Without it, it would take their norm out of the loop. A round has several steps, since XLA
-    captures five launches or more into a CUDA graph, as in a step with a backward pass.
-    """
-
-    def body(_: Any, state: Any) -> Any:
-        return step(*jax.lax.optimization_barrier((state, gradients)))
-
-    return jax.lax.fori_loop(0, steps, body, state, unroll=UNROLL)
-
-
-def our_step(state: jr.TrainState, gradients: Any) -> jr.TrainState:
-    return state.apply_gradients(gradients)
-
-
-def optax_step(optimizer: optax.GradientTransformation, state: Any, gradients: Any) -> Any:
-    params, opt_state = state
-    updates, opt_state = optimizer.update(gradients, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-
-def launches(side: Side) -> int:
-    """Our kernels in one step of the compiled program."""
-    program = side.step.lower(side.state, side.gradients).compile().as_text()
-    assert program is not None
-    return program.count('custom_call_target="jaxrenaissance_') // UNROLL
-
-
 def bench(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
     """The rows of one model."""
     params = random_tree(named_shapes(model), 0, 0.1)
@@ -93,10 +63,8 @@ def bench(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
             LEARNING_RATE, weight_decay=WEIGHT_DECAY, mask="weights", **variant.options
         )
         state = jr.TrainState.create(params, optimizer)
-        sides[name] = Side(
-            functools.partial(loop, our_step, steps), state, gradients[variant.dtype]
-        )
-    counts = {name: launches(side) for name, side in sides.items()}
+        sides[name] = Side(our_step, state, gradients[variant.dtype])
+    counts = {name: side.compile().launches for name, side in sides.items()}
     optimizer = optax.apply_if_finite(
         optax.chain(
             optax.clip_by_global_norm(MAX_NORM),
@@ -105,15 +73,11 @@ def bench(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
         max_consecutive_errors=20,
     )
     sides[OPTAX] = Side(
-        functools.partial(loop, functools.partial(optax_step, optimizer), steps),
-        (params, optimizer.init(params)),
-        gradients[jnp.float32],
+        optax_step(optimizer), (params, optimizer.init(params)), gradients[jnp.float32]
     )
-    times = {
-        name: Seconds(time.median / steps, time.spread / steps)
-        for name, time in alternate(sides, rounds=rounds).items()
-    }
-    del sides
+    loops = {name: side.loop(steps) for name, side in sides.items()}
+    times = {name: time.over(steps) for name, time in alternate(loops, rounds=rounds).items()}
+    del sides, loops
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(gradients[jnp.float32]))
     rate = copy_rate(BYTES_UPDATE * num_parameters)
     return [

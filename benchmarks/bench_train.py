@@ -24,11 +24,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench_host import call_times
-from timing import alternate, report
 from train_nnx import nnx_sides
 from train_sides import TrainSide, linen_sides
 from train_tasks import gpt2, mlp, resnet
+
+from jaxrenaissance.bench.report import report
+from jaxrenaissance.bench.timing import alternate, call_times
 
 Sides = dict[str, Callable[[], TrainSide]]
 

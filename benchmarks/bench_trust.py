@@ -10,17 +10,18 @@ after its look at the gradients.
 """
 
 import argparse
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from bench_pipeline import launches, loop, optax_step, our_step
-from bench_update import LEARNING_RATE, WEIGHT_DECAY, Side, random_tree
-from timing import Seconds, alternate, copy_rate, report, step_row
+from bench_update import LEARNING_RATE, WEIGHT_DECAY
 
 import jaxrenaissance as jr
+from jaxrenaissance.bench.data import random_tree
+from jaxrenaissance.bench.report import report, step_row
+from jaxrenaissance.bench.sides import Side, optax_step, our_step
+from jaxrenaissance.bench.timing import alternate, copy_rate
 from jaxrenaissance.models import named_shapes
 
 FACTORIES = {
@@ -41,18 +42,13 @@ def bench(model: str, kind: str, steps: int, rounds: int) -> list[dict[str, Any]
     state = jr.TrainState.create(params, ours(LEARNING_RATE, weight_decay=WEIGHT_DECAY))
     optimizer = theirs(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     names = f"ours: {kind}", f"optax: {kind}"
-    step = functools.partial(optax_step, optimizer)
-    sides = {names[0]: Side(functools.partial(loop, our_step, steps), state, gradients)}
+    sides = {names[0]: Side(our_step, state, gradients)}
     if len(jax.tree.leaves(params)) <= MOST_LEAVES:
-        sides[names[1]] = Side(
-            functools.partial(loop, step, steps), (params, optimizer.init(params)), gradients
-        )
-    counts = {names[0]: launches(sides[names[0]])}
-    times = {
-        name: Seconds(time.median / steps, time.spread / steps)
-        for name, time in alternate(sides, rounds=rounds).items()
-    }
-    del sides
+        sides[names[1]] = Side(optax_step(optimizer), (params, optimizer.init(params)), gradients)
+    counts = {names[0]: sides[names[0]].compile().launches}
+    loops = {name: side.loop(steps) for name, side in sides.items()}
+    times = {name: time.over(steps) for name, time in alternate(loops, rounds=rounds).items()}
+    del sides, loops
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(gradients))
     rate = copy_rate(BYTES[kind] * num_parameters)
     nbytes = dict(zip(names, (BYTES[kind], BYTES_OPTAX[kind]), strict=True))

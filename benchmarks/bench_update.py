@@ -15,9 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from timing import Seconds, alternate, copy_rate, report, step_row
 
 from jaxrenaissance import ops, scalars
+from jaxrenaissance.bench.data import random_tree
+from jaxrenaissance.bench.report import report, step_row
+from jaxrenaissance.bench.sides import Side
+from jaxrenaissance.bench.timing import alternate, copy_rate
 from jaxrenaissance.models import named_shapes
 from jaxrenaissance.plan import ArenaLayout, MemoryPlan
 
@@ -30,14 +33,6 @@ def shapes_of(model: str) -> Any:
     if model == "arena100m":
         return {"kernel": jax.ShapeDtypeStruct((128 * 1024, 1024), jnp.float32)}
     return named_shapes(model)
-
-
-def random_tree(shapes: Any, seed: int, scale: float, dtype: Any = jnp.float32) -> Any:
-    """Normal values on the device: times on zeros would flatter."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda x: jnp.asarray(scale * rng.standard_normal(x.shape, np.float32), dtype), shapes
-    )
 
 
 def initial_floats() -> np.ndarray:
@@ -75,18 +70,6 @@ def optax_steps(
         params = optax.apply_updates(params, updates)
         params, opt_state = jax.lax.optimization_barrier((params, opt_state))
     return params, opt_state
-
-
-class Side:
-    """A donated step that carries its state from call to call."""
-
-    def __init__(self, step: Any, state: Any, gradients: Any) -> None:
-        self.step = jax.jit(step, donate_argnums=0)
-        self.state, self.gradients = state, gradients
-
-    def __call__(self) -> Any:
-        self.state = self.step(self.state, self.gradients)
-        return jax.tree.leaves(self.state)[0]
 
 
 def bench(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
@@ -134,7 +117,7 @@ def bench(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
     times = {}
     for name, time in seconds.items():
         in_one = optax_in_one if name.startswith("optax") else steps
-        times[name] = Seconds(time.median / in_one, time.spread / in_one)
+        times[name] = time.over(in_one)
     rows = []
     for name, time in times.items():
         per_parameter = BYTES_UPDATE + BYTES_STATISTICS * ("skip" in name) - 2 * ("bf16" in name)

@@ -1,9 +1,8 @@
 """Whole train steps: optax on leaves, ours in arenas, and ours in optax's place."""
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import optax
 from train_tasks import Batch, Task, cross_entropy
 
 import jaxrenaissance as jr
+from jaxrenaissance.bench.sides import Compiled, compile_step
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 
@@ -22,15 +22,6 @@ def our_adamw() -> jr.Optimizer:
 
 def optax_adamw() -> optax.GradientTransformation:
     return optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-
-
-class Compiled(NamedTuple):
-    seconds: float
-    """Until the first call could run: tracing, lowering and XLA."""
-    peak_bytes: int
-    """What the step needs at once: arguments, results and temporary buffers."""
-    buffers: int
-    """Arrays that cross at each call, the batch's among them."""
 
 
 class TrainSide:
@@ -57,17 +48,7 @@ class TrainSide:
 
     def compile(self) -> Compiled:
         """Compiles the step, which later calls find done."""
-        start = time.perf_counter()
-        compiled = self.jitted.lower(*self.arguments, self.first_batch).compile()
-        seconds = time.perf_counter() - start
-        memory = compiled.memory_analysis()
-        peak_bytes = (
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            - memory.alias_size_in_bytes
-            + memory.temp_size_in_bytes
-        )
-        return Compiled(seconds, peak_bytes, len(jax.tree.leaves(compiled.in_avals)))
+        return compile_step(self.jitted, *self.arguments, self.first_batch)
 
     def __call__(self) -> jax.Array:
         """Starts a step and returns its loss."""

@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxrenaissance info | plan`."""
+"""The command line: `python -m jaxrenaissance info | plan | bench`."""
 
 import argparse
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from . import native
+from .bench import command as bench_command
 from .models import MODELS, named_shapes
 from .plan import NO_TRUST, MemoryPlan, PlanConfig
 from .shapes import checkpoint_shapes
@@ -118,6 +119,11 @@ def _parser() -> argparse.ArgumentParser:
         help='leaves stacked by a scan or vmap over layers, such as "layers/*=1"',
     )
     command.add_argument("--all", action="store_true", help="every leaf, however many")
+
+    bench = bench_command.run
+    command = commands.add_parser("bench", help=bench.__doc__, description=bench_command.__doc__)
+    command.set_defaults(run=bench)
+    bench_command.add_arguments(command)
     return parser
 
 

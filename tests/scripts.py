@@ -10,6 +10,11 @@ ROOT = Path(__file__).parent.parent
 
 def run_script(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """What a program of the checkout, such as "examples/lora.py", prints and returns."""
+    return run_python(str(ROOT / script), *arguments, cwd=cwd)
+
+
+def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """What Python prints and returns, given such arguments as "-m", "jaxrenaissance", "info"."""
     # The checkout's package, as in the tests; a GPU's memory is mostly taken by the tests' process.
     environment = {
         **os.environ,
@@ -18,7 +23,7 @@ def run_script(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedP
     }
     environment.pop("XLA_FLAGS", None)  # the several host devices are for the tests
     return subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments],
+        [sys.executable, *arguments],
         cwd=cwd,
         env=environment,
         capture_output=True,

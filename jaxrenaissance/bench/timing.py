@@ -1,0 +1,123 @@
+"""Times of steps and of the device's own copy.
+
+Sides alternate in one process; times are medians over rounds, with their spread.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .data import random_values
+
+WARM_UP_CALLS = 4  # compilation, and what a runtime does after its first executions
+MOST_COPIED_BYTES = 2**33  # read and written; a copy is no faster above it
+COPIED_IN_A_CALL, MOST_COPIES = 2**26, 32
+
+
+class Seconds(NamedTuple):
+    """The median of a time over rounds, and its spread: half the distance of the quartiles."""
+
+    median: float
+    spread: float
+
+    def over(self, count: int) -> "Seconds":
+        """The time of one of ``count`` that were timed together."""
+        return Seconds(self.median / count, self.spread / count)
+
+    def ties(self, other: "Seconds") -> bool:
+        """Whether the two are no further apart than their spreads together."""
+        return abs(self.median - other.median) <= self.spread + other.spread
+
+
+def alternate(
+    sides: Mapping[str, Callable[[], Any]], *, rounds: int, seconds: float = 0.02
+) -> dict[str, Seconds]:
+    """Times the sides in turn, so that a machine that slows down slows all of them.
+
+    Args:
+        sides: by name, a function that starts the work and returns arrays to wait for.
+        rounds: measured rounds.
+        seconds: how long a round of a side lasts at least: calls follow each other without waiting,
+            so that the time of one is the device's where that is longer than the host's.
+
+    Returns:
+        Seconds a call for each side.
+    """
+    repeats = {}
+    for name, side in sides.items():
+        single = min(_seconds_a_call(side, 1) for _ in range(WARM_UP_CALLS))
+        repeats[name] = max(1, round(seconds / single))
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            times[name].append(_seconds_a_call(side, repeats[name]))
+    return {name: summary(values) for name, values in times.items()}
+
+
+def _seconds_a_call(side: Callable[[], Any], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats - 1):
+        side()
+    jax.block_until_ready(side())
+    return (time.perf_counter() - start) / repeats
+
+
+def call_times(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Seconds]:
+    """Seconds until a call returns, the device being idle before it."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(rounds + WARM_UP_CALLS):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            result = side()
+            end = time.perf_counter()
+            jax.block_until_ready(result)
+            if i >= WARM_UP_CALLS:
+                times[name].append(end - start)
+    return {name: summary(values) for name, values in times.items()}
+
+
+def summary(values: list[float]) -> Seconds:
+    """The median of times and their spread."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return Seconds(middle, (high - low) / 2)
+
+
+def copy_rate(nbytes: int, *, rounds: int = 9) -> float:
+    """Bytes a second, read and written, of the device's own copy of ``nbytes`` in all.
+
+    On a GPU that is XLA's copy, a memcpy of the driver; on a CPU, memcpy on all cores into memory
+    that is there already. A call copies several small arrays, or its time would be the host's.
+    """
+    nbytes = min(nbytes, MOST_COPIED_BYTES)
+    size = max(nbytes // 8, 1)
+    copies = min(max(COPIED_IN_A_CALL // nbytes, 1), MOST_COPIES)
+    copy = _copy_on_cpu if jax.default_backend() == "cpu" else _copy_on_device
+    seconds = alternate({"copy": copy(size, copies)}, rounds=rounds)["copy"]
+    return 8 * size * copies / seconds.median
+
+
+def _copy_on_device(size: int, copies: int) -> Callable[[], Any]:
+    # Copies that may not be shared: each has a source of its own.
+    sources = [jax.numpy.asarray(random_values(size, seed)) for seed in range(copies)]
+    copy = jax.jit(lambda arrays: [jax.numpy.copy(array) for array in arrays])
+    return lambda: copy(sources)
+
+
+def _copy_on_cpu(size: int, copies: int) -> Callable[[], Any]:
+    source = random_values(size)
+    target = np.empty_like(source)
+    parts = np.array_split(np.arange(size), os.cpu_count() or 1)
+    slices = [slice(part[0], part[-1] + 1) for part in parts if part.size]
+    pool = ThreadPoolExecutor(len(slices))
+
+    def copy_one(part: slice) -> None:
+        for _ in range(copies):
+            np.copyto(target[part], source[part])
+
+    return lambda: list(pool.map(copy_one, slices))
