@@ -21,6 +21,9 @@ from tqdm import tqdm
 
 import jaxrenaissance as jr
 
+# Without this, a GPU multiplies matrices of float32 with fewer bits, and runs drift apart.
+jax.config.update("jax_default_matmul_precision", "highest")
+
 WIDTHS, BATCH_SIZE = (64, 128, 128, 10), 128
 RATE = optax.cosine_decay_schedule(2e-3, 400)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+# Several processes of the tests share a GPU's memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import hypothesis
 import jax
@@ -62,6 +64,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         native.require(request.param)
     with jax.default_device(device_of(request.param)):
         yield request.param
+
+
+@pytest.fixture
+def host_devices() -> Iterator[list[jax.Device]]:
+    """The several devices of the host, with arrays placed on the first of them."""
+    devices = jax.devices("cpu")
+    with jax.default_device(devices[0]):
+        yield devices
 
 
 def device_of(backend: str) -> jax.Device:

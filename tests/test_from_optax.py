@@ -138,10 +138,10 @@ def test_numbers_that_have_no_place_are_told_in_one_warning(caplog):
 
 
 @pytest.mark.parametrize("placed", [{"params"}, {"opt_state"}, {"params", "opt_state"}])
-def test_the_state_lies_together_where_params_or_opt_state_were_put(placed):
+def test_the_state_lies_together_where_params_or_opt_state_were_put(placed, host_devices):
     tx, optimizer = PAIRS["inject_hyperparams"]
-    mesh = jax.make_mesh((2,), ("x",))
-    for where in (jax.devices()[1], NamedSharding(mesh, PartitionSpec())):
+    mesh = jax.make_mesh((2,), ("x",), devices=host_devices[:2])
+    for where in (host_devices[1], NamedSharding(mesh, PartitionSpec())):
         params, opt_state = tree(), tx.init(tree())
         params = jax.device_put(params, where) if "params" in placed else params
         opt_state = jax.device_put(opt_state, where) if "opt_state" in placed else opt_state
@@ -153,8 +153,8 @@ def test_the_state_lies_together_where_params_or_opt_state_were_put(placed):
         assert state.ints.devices() == jax.device_put(1, where).devices()
 
 
-def test_what_is_sharded_or_has_several_members_or_no_values_is_an_error():
-    mesh = jax.make_mesh((2,), ("x",))
+def test_what_is_sharded_or_has_several_members_or_no_values_is_an_error(host_devices):
+    mesh = jax.make_mesh((2,), ("x",), devices=host_devices[:2])
     rows = NamedSharding(mesh, PartitionSpec("x"))
     mu = {**tree(), "layer": {**tree()["layer"], "kernel": jax.device_put(jnp.ones((4, 3)), rows)}}
     with pytest.raises(ValueError, match=r"opt_state: the leaf '.*kernel' is sharded"):

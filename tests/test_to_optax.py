@@ -103,9 +103,9 @@ def test_what_tx_has_of_its_own_stays_as_init_made_it():
     assert int(noise.count) == 0
 
 
-def test_counts_lie_where_the_state_does():
+def test_counts_lie_where_the_state_does(host_devices):
     tx, optimizer = PAIRS["inject_hyperparams of a schedule"]
-    where = jax.devices()[1]
+    where = host_devices[1]
     state = jr.TrainState.create(jax.device_put(tree(), where), optimizer)
     params, opt_state = jr.to_optax(state, tx)
     assert all(x.committed and x.devices() == {where} for x in jax.tree.leaves(opt_state))
