@@ -169,18 +169,13 @@ def make_mesh(backend):
     return jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_over_replicated_arenas(check_vma, backend):
+def test_shard_map_over_replicated_arenas(backend):
     mesh, replicated = make_mesh(backend), PartitionSpec()
     carry, gradients = operands()
     wanted = wanted_states("adam", carry[2], gradients)
     step = jax.jit(
         jax.shard_map(
-            step_fn("adam", backend),
-            mesh=mesh,
-            in_specs=replicated,
-            out_specs=replicated,
-            check_vma=check_vma,
+            step_fn("adam", backend), mesh=mesh, in_specs=replicated, out_specs=replicated
         )
     )
     for leaves in gradients:
@@ -191,8 +186,7 @@ def test_shard_map_over_replicated_arenas(check_vma, backend):
 
 
 @pytest.mark.parametrize("source", ["leaves", "arena"])
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_over_replicated_arenas_and_a_mean_of_gradients(check_vma, source, backend):
+def test_shard_map_over_replicated_arenas_and_a_mean_of_gradients(source, backend):
     mesh = make_mesh(backend)
     carry, _ = operands()
     rng = np.random.default_rng(1)
@@ -213,7 +207,6 @@ def test_shard_map_over_replicated_arenas_and_a_mean_of_gradients(check_vma, sou
             mesh=mesh,
             in_specs=(PartitionSpec(), PartitionSpec("data")),
             out_specs=PartitionSpec(),
-            check_vma=check_vma,
         )
     )
     assert_states(step(carry, stacked)[2], wanted)
@@ -252,8 +245,7 @@ def test_shard_map_with_gradients_of_each_device(check_vma, backend):
             mapped(PartitionSpec())(carry, stacked)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_of_vmap(check_vma, backend):
+def test_shard_map_of_vmap(backend):
     mesh = make_mesh(backend)
     arenas = np.random.default_rng(3).normal(size=(2 * mesh.size, LAYOUT.size)).astype(np.float32)
 
@@ -262,7 +254,7 @@ def test_shard_map_of_vmap(check_vma, backend):
         return jax.vmap(lambda *x: ops.pack(LAYOUT, x, backend=backend))(*unpack(arenas))
 
     spec = PartitionSpec("data")
-    run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
     for got, arena in zip(np.array(jax.jit(run)(arenas)), arenas, strict=True):
         np.testing.assert_array_equal(got, to_arena(LAYOUT, to_leaves(LAYOUT, arena)))
 
@@ -290,8 +282,7 @@ def test_a_whole_step_promotes_nothing(x64, backend):
     assert_whole_step(LAYOUT, jax.tree.map(np.array, got), given)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_whole_step_in_shard_map_with_gradients_of_each_device(check_vma, backend):
+def test_a_whole_step_in_shard_map_with_gradients_of_each_device(backend):
     mesh, spec = make_mesh(backend), PartitionSpec("data")
     rng = np.random.default_rng(6)
     floats, ints, states, _, taus = whole_step_operands(LAYOUT, rng)
@@ -310,7 +301,6 @@ def test_a_whole_step_in_shard_map_with_gradients_of_each_device(check_vma, back
         mesh=mesh,
         in_specs=(spec, replicated, replicated, replicated, replicated),
         out_specs=spec,
-        check_vma=check_vma,
     )
     got = jax.tree.map(np.array, jax.jit(run)(stacked, floats, ints, states, taus))
     np.testing.assert_array_equal(got[1][:, scalars.STEP], [1] * (mesh.size - 1) + [0])
