@@ -18,7 +18,7 @@ from bench_update import LEARNING_RATE, WEIGHT_DECAY
 
 import jaxrenaissance as jr
 from jaxrenaissance.bench.data import random_tree
-from jaxrenaissance.bench.report import report
+from jaxrenaissance.bench.report import check_writable, report
 from jaxrenaissance.bench.sides import Side, optax_step, our_step
 from jaxrenaissance.bench.timing import alternate, call_times
 from jaxrenaissance.models import named_shapes
@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
+    check_writable(args.json)
     rows = []
     for model in args.models.split(","):
         rows += bench_calls(model, args.rounds)

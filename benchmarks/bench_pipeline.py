@@ -21,9 +21,9 @@ from bench_update import LEARNING_RATE, WEIGHT_DECAY
 
 import jaxrenaissance as jr
 from jaxrenaissance.bench.data import random_tree
-from jaxrenaissance.bench.report import report, step_row
+from jaxrenaissance.bench.report import check_writable, report, step_row
 from jaxrenaissance.bench.sides import Side, optax_step, our_step
-from jaxrenaissance.bench.timing import alternate, copy_rate
+from jaxrenaissance.bench.timing import copy_rate, device_times
 from jaxrenaissance.models import named_shapes
 
 LOSS_SCALE, MAX_NORM, EMA_DECAY = 1024.0, 1.0, 0.999
@@ -76,7 +76,7 @@ def bench(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
         optax_step(optimizer), (params, optimizer.init(params)), gradients[jnp.float32]
     )
     loops = {name: side.loop(steps) for name, side in sides.items()}
-    times = {name: time.over(steps) for name, time in alternate(loops, rounds=rounds).items()}
+    times = {name: time.over(steps) for name, time in device_times(loops, rounds=rounds).items()}
     del sides, loops
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(gradients[jnp.float32]))
     rate = copy_rate(BYTES_UPDATE * num_parameters)
@@ -103,11 +103,12 @@ def main() -> None:
     """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="gpt2,resnet50")
-    parser.add_argument("--steps", type=int, default=20, help="steps in one loop")
+    parser.add_argument("--steps", type=int, default=24, help="steps in a loop, 2 or 3 a round")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
+    check_writable(args.json)
     if args.quick:
         args.models, args.steps, args.rounds = "mlp", 2, 2
     rows = []

@@ -28,7 +28,7 @@ from train_nnx import nnx_sides
 from train_sides import TrainSide, linen_sides
 from train_tasks import gpt2, mlp, resnet
 
-from jaxrenaissance.bench.report import report
+from jaxrenaissance.bench.report import check_writable, report
 from jaxrenaissance.bench.timing import alternate, call_times
 
 Sides = dict[str, Callable[[], TrainSide]]
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small models, to see that it runs")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
+    check_writable(args.json)
     if args.quick:
         args.rounds, args.seconds, args.losses = 2, 0.0, 8
     rows = []

@@ -14,14 +14,22 @@ import pytest
 from conftest import NATIVE
 from scripts import run_python
 
+import jaxrenaissance as jr
 from jaxrenaissance.__main__ import main
-from jaxrenaissance.bench import command
+from jaxrenaissance.bench import command, libraries, report, timing
 from jaxrenaissance.bench.columns import bench_lines
 from jaxrenaissance.bench.data import POOL, random_tree, random_values, shapes_of
 from jaxrenaissance.bench.kinds import KINDS
 from jaxrenaissance.bench.libraries import contestants, fits
-from jaxrenaissance.bench.run import ratio_columns, steps_in_a_loop
-from jaxrenaissance.bench.sides import looped, optax_step
+from jaxrenaissance.bench.run import QUICK, ratio_columns, rivals_of, steps_in_a_loop
+from jaxrenaissance.bench.sides import (
+    Side,
+    count_launches,
+    looped,
+    optax_step,
+    our_step,
+    steps_a_round,
+)
 from jaxrenaissance.bench.timing import Seconds
 
 WORDS = ("model", "optimizer", "library", "backend", "device")
@@ -59,6 +67,10 @@ def test_rows_have_all_keys_and_positive_numbers(quick_run):
         rate = moved / (row["device_us"] * 1e-6)
         assert row["copy_fraction"] == pytest.approx(rate / (row["copy_gb_per_s"] * 1e9))
         assert row["versions"]["jax"] == jax.__version__
+        assert row["versions"].keys() >= {"jaxrenaissance", "optax"}
+        if row["device"] != jax.devices()[0].device_kind:  # a processor's name
+            assert row["cores"] == len(os.sched_getaffinity(0))
+            assert (row["instruction_set"] is None) == (not NATIVE)
         assert row["command"].startswith("python -m jaxrenaissance bench --quick --model mlp ")
     assert [row["bytes_per_parameter"] for row in rows] == [32, 28, 28, 28, 28, 28]
 
@@ -109,24 +121,106 @@ def test_a_ratio_within_the_spreads_is_a_tie(ours, theirs, ratio, tie):
     assert ratio_columns("", ours, theirs) == {"ratio_to_optax": ratio, "tie": tie}
 
 
-def test_a_loop_has_an_even_number_of_steps_within_bounds():
+def test_a_loop_has_whole_rounds_of_two_and_three_steps_within_bounds():
     for call in (1e-7, 1e-3, 3.3e-3, 0.1, 10.0):
         steps = steps_in_a_loop(Seconds(call, 0.0), 0.05)
-        assert steps % 2 == 0
-        assert 4 <= steps <= 100
-    assert steps_in_a_loop(Seconds(1e-3, 0.0), 0.05) == 50
+        assert steps % 6 == 0
+        assert 6 <= steps <= 96
+    assert steps_in_a_loop(Seconds(1e-3, 0.0), 0.05) == 48
+
+
+class Machine:
+    """A clock, and a device that works on its own behind a host that starts its calls."""
+
+    def __init__(self):
+        self.now, self.busy_until = 0.0, 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def side(self, *, host, device):
+        """Calls of which each takes so many seconds of either."""
+
+        def call():
+            self.now += host
+            self.busy_until = max(self.now, self.busy_until) + device
+            return {"state": (Pending(self, self.busy_until), 0)}
+
+        return call
+
+
+class Pending:
+    """What a call of the machine returns."""
+
+    def __init__(self, machine, ready):
+        self.machine, self.ready = machine, ready
+
+    def block_until_ready(self):
+        self.machine.now = max(self.machine.now, self.ready)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """One whose clock the timing goes by."""
+    machine = Machine()
+    monkeypatch.setattr(timing.time, "perf_counter", machine.perf_counter)
+    return machine
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_the_device_time_holds_nothing_of_the_host(machine, seconds):
+    sides = {
+        "optax": machine.side(host=3e-3, device=7e-3),
+        "ours": machine.side(host=1e-4, device=4e-3),
+    }
+    times = timing.device_times(sides, rounds=3, seconds=seconds)
+    assert times["optax"].median == pytest.approx(7e-3)
+    assert times["ours"].median == pytest.approx(4e-3)
+    calls = timing.alternate(sides, rounds=3, seconds=0.0)
+    assert calls["optax"].median == pytest.approx(10e-3)
+
+
+def test_the_host_part_ends_before_the_device(machine):
+    times = timing.call_times({"a": machine.side(host=2e-3, device=5e-3)}, 3)
+    assert times["a"].median == pytest.approx(2e-3)
+
+
+def test_a_call_returns_the_state_and_flattens_nothing(monkeypatch):
+    side = Side(lambda state, x: {"a": state["a"] + x}, {"a": jnp.zeros(3)}, 1.0)
+    loop = side.loop(6)
+    side(), loop()
+
+    def never(*_, **__):
+        raise AssertionError("flattened")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.tree, "leaves", never)
+        state = side()
+        assert side.state is state
+        state = loop()
+    assert side.state is state
+    np.testing.assert_array_equal(state["a"], np.full(3, 14.0))
+
+
+def entered(model, optimizer, rivals):
+    """The contestants, all of them."""
+
+    def failed(name, error):
+        raise AssertionError(name) from error
+
+    return contestants(shapes_of(model), KINDS[optimizer], rivals, failed)
 
 
 @pytest.mark.parametrize("optimizer", KINDS)
 def test_steps_in_a_loop_are_the_same_as_calls(optimizer):
     for alone, in_a_loop in zip(
-        contestants(shapes_of("3x100"), KINDS[optimizer], ["optax"]),
-        contestants(shapes_of("3x100"), KINDS[optimizer], ["optax"]),
+        entered("3x100", optimizer, ["optax"]),
+        entered("3x100", optimizer, ["optax"]),
         strict=True,
     ):
-        for _ in range(4):
+        for _ in range(6):
             alone.side()
-        loop = in_a_loop.side.loop(4)
+        loop = in_a_loop.side.loop(6)
         assert loop is not None
         loop()
         for a, b in zip(
@@ -139,7 +233,7 @@ def test_xla_makes_no_single_pass_of_two_steps():
     optimizer = KINDS["sgd"].optax()
     params = random_tree(shapes_of("1x1000"), 0, 0.1)
     state = (params, optimizer.init(params))
-    program = looped(optax_step(optimizer), 4).lower(state, params).compile().as_text()
+    program = looped(optax_step(optimizer), 4, 1).lower(state, params).compile().as_text()
     fusions = program.split("\n\n")
     updates = [text for text in fusions if "f32[1000]{0} add(" in text]
     assert updates
@@ -166,12 +260,157 @@ def test_what_does_not_fit_is_seen():
     assert not fits(10**13, [])
 
 
+def test_memory_that_is_not_known_holds_everything(monkeypatch):
+    monkeypatch.setattr(libraries, "_memory", lambda: None)
+    assert fits(10**13, ["optax", "torch"])
+
+
+def test_those_that_do_not_run_need_no_memory():
+    rivals = ["optax", "torch"]
+    assert rivals_of(5, "adamw", rivals, QUICK) == rivals
+    assert rivals_of(5, "lamb", rivals, QUICK) == ["optax"]
+    assert rivals_of(QUICK.optax_leaves + 1, "adamw", rivals, QUICK) == ["torch"]
+
+
+def test_optax_keeps_the_update_of_lamb():
+    assert KINDS["lamb"].other_bytes == KINDS["adamw"].other_bytes + 3 * 4
+    assert KINDS["lamb"].our_bytes + KINDS["lamb"].look_bytes == 48
+
+
+@pytest.mark.skipif(not NATIVE, reason="its programs have no calls of ours")
+@pytest.mark.parametrize(
+    ("optimizer", "model", "on_gpu"),
+    # The look for non-finite values and the update take 1,536 segments a launch, norms 1,280.
+    [
+        ("adamw", "1536x8", 3),
+        ("adamw", "many2000", 2 + 1 + 2),
+        ("lars", "1280x8", 3),
+        ("lars", "1300x8", 2 + 1 + 1),
+        ("lars", "many2000", 2 + 1 + 2),
+        ("lamb", "many2000", 2 + 1 + 2 + 1 + 2),
+    ],
+)
+def test_more_segments_than_a_table_holds_are_more_launches(optimizer, model, on_gpu):
+    params = random_tree(shapes_of(model), 0, 0.1)
+    state = jr.TrainState.create(params, KINDS[optimizer].ours(True))
+    program = jax.jit(our_step).lower(state, params).compile().as_text()
+    assert count_launches(program, on_gpu=True) == on_gpu
+    assert count_launches(program, on_gpu=False) == {"adamw": 3, "lars": 3, "lamb": 5}[optimizer]
+
+
+@pytest.mark.skipif(not NATIVE, reason="its programs have no calls of ours")
+def test_changes_have_smaller_tables():
+    params = random_tree(shapes_of("1000x8"), 0, 0.1)
+    optimizer = jr.adamw(1e-3)
+    update = jax.jit(optimizer.update)
+    program = update.lower(params, optimizer.init(params), params).compile().as_text()
+    assert count_launches(program, on_gpu=False) == 3
+    assert count_launches(program, on_gpu=True) == 4
+
+
+def test_a_round_of_a_loop_is_captured():
+    assert [steps_a_round(n, on_gpu=True) for n in (2, 3, 4, 5, 8)] == [3, 2, 2, 2, 2]
+    assert steps_a_round(0, on_gpu=True) == 2
+    assert steps_a_round(2, on_gpu=False) == 1
+
+
 def error(capsys, *arguments):
     """What a command that fails says."""
     assert main(["bench", *arguments]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     return captured.err
+
+
+@pytest.mark.parametrize("model", ["1x1e400", "1000x1e13"])
+def test_a_model_of_too_many_parameters_is_an_error(capsys, model):
+    assert f"{model} is more than any machine holds" in error(capsys, "--model", model)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_measured(capsys, tmp_path):
+    for option, name in (("--json", "x.json"), ("--plot", "x.png")):
+        path = tmp_path / name
+        path.mkdir()  # a folder is in its place
+        assert str(path) in error(capsys, option, str(path))
+
+
+def test_a_file_is_not_made_before_it_is_written(tmp_path):
+    report.check_writable(str(tmp_path / "new" / "rows.json"))
+    assert not list((tmp_path / "new").iterdir())
+    (tmp_path / "old.json").write_text("old")
+    report.check_writable(str(tmp_path / "old.json"))
+    assert (tmp_path / "old.json").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (
+            ["a.py", "--models", "a b", "--json=/home/x/y.json"],
+            "python a.py --models 'a b' --json=y.json",
+        ),
+        (["/b/c.py", "--json", "/home/x/y.json"], "python c.py --json y.json"),
+        (
+            ["/x/jaxrenaissance/__main__.py", "bench", "--json=z/y"],
+            "python -m jaxrenaissance bench --json=z/y",
+        ),
+    ],
+)
+def test_the_command_can_be_given_again(monkeypatch, given, shown):
+    monkeypatch.setattr("sys.argv", given)
+    assert report.command() == shown
+
+
+def quick_rows(capsys, path, *arguments):
+    """The rows of a quick run in this process, and what it says."""
+    arguments = ("--quick", "--against", "optax", "--json", str(path), *arguments)
+    assert main(["bench", *arguments]) == 0
+    return json.loads(path.read_text()), capsys.readouterr()
+
+
+def test_one_that_fails_is_a_note_and_the_others_go_on(capsys, tmp_path, monkeypatch):
+    def no_memory(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: no memory\nmore")
+
+    monkeypatch.setattr(libraries, "_optax", no_memory)
+    before = jax.config.jax_enable_compilation_cache
+    rows, captured = quick_rows(capsys, tmp_path / "rows.json", "--model", "3x100,3x100")
+    assert [row["variant"] for row in rows] == ["", "skip_nonfinite=False"]
+    assert [row["ratio_to_optax"] for row in rows] == [None, None]
+    note = (
+        "3x100, adamw, optax failed and is left out: RuntimeError: RESOURCE_EXHAUSTED: no memory\n"
+    )
+    assert captured.err == note
+    assert jax.config.jax_enable_compilation_cache == before
+
+
+def test_a_case_that_fails_is_a_note_and_the_rows_of_others_are_kept(capsys, tmp_path, monkeypatch):
+    bench, path = command.bench, tmp_path / "rows.json"
+
+    def bench_small(model, *arguments):
+        if model == "2x100":
+            assert len(json.loads(path.read_text())) == 3  # those of the case before
+            raise MemoryError
+        return bench(model, *arguments)
+
+    monkeypatch.setattr(command, "bench", bench_small)
+    rows, captured = quick_rows(capsys, path, "--model", "1x100,2x100", "--optimizer", "sgd,sgd")
+    assert [row["model"] for row in rows] == ["1x100"] * 3
+    assert "2x100, sgd failed and is left out: MemoryError: no reason is given" in captured.err
+    assert "1x100" in captured.out
+
+
+def test_a_table_is_printed_before_files_that_fail(capsys, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(command, "write_json", full)
+    path = str(tmp_path / "rows.json")
+    arguments = ("--quick", "--against", "optax", "--model", "1x100", "--json", path)
+    assert main(["bench", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert "times optax" in captured.out
+    assert captured.err == "error: no space left\n"
 
 
 @pytest.mark.parametrize("model", ["mpl", "3x", "0x10", "10x0", "3x1e-2", "mlp,"])
@@ -188,7 +427,7 @@ def test_unknown_optimizers_and_libraries_are_errors(capsys):
 
 def test_nothing_to_measure_is_an_error(capsys):
     message = error(capsys, "--against", "optax", "--model", "1x1e13")
-    assert "1x1e13 does not fit into memory: left out" in message
+    assert "1x1e13, adamw does not fit into memory: left out" in message
     assert "nothing is left to measure" in message
 
 
@@ -223,10 +462,9 @@ def test_a_plot_of_unknown_format_is_an_error(capsys):
 
 def test_torch_takes_part_where_it_is_installed():
     pytest.importorskip("torch")
-    entered = contestants(shapes_of("3x100"), KINDS["adamw"], ["torch"])
-    torch_sides = [entry for entry in entered if entry.library == "torch"]
+    torch_sides = [e for e in entered("3x100", "adamw", ["torch"]) if e.library == "torch"]
     variants = [entry.variant for entry in torch_sides]
     on_gpu = jax.default_backend() == "gpu"
-    assert variants == ["fused", "foreach"] + ["fused, CUDA graph"] * on_gpu
+    assert variants == ["fused", "foreach", "fused, CUDA graph" if on_gpu else "default"]
     jax.block_until_ready([entry.side() for entry in torch_sides])
     assert [entry.bytes_per_parameter for entry in torch_sides] == [28] * len(torch_sides)

@@ -59,7 +59,7 @@ def test_a_tie_is_called_one_in_the_table():
         "compile, s": "0.50",
         "peak, MiB": "15.0",
         "times optax": "1.50",
-        "on the device": "tie",
+        "on the device": "1.01 (tie)",
     }
 
 
@@ -123,7 +123,7 @@ def test_a_stale_table_is_made_anew(tables, tmp_path):
     )
     new = tables.generated(page.format("new.json"), tmp_path)
     assert "NVIDIA H200, jax 0.11.2, optax 0.2.8: `python -m jaxrenaissance`" in new
-    assert "| 0.50 | 0.50 | 15.0 | 1.50 | tie |" in new
+    assert "| 0.50 | 0.50 | 15.0 | 1.50 | 1.01 (tie) |" in new
     assert "launches" not in new
     assert "stale" not in old + new
 

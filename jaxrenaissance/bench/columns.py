@@ -27,7 +27,10 @@ MEANING = """\
 call: a jitted, donated step, called from Python again and again; torch's step likewise
 host: of that the host's part, which is until a call returns while the device is idle; on a CPU
   that is the step itself wherever the library runs it inside of the call
-device: a step of many in one compiled loop, or in one CUDA graph
+  both are of a step without a backward pass: where it has fewer than five launches, XLA does not
+  capture it into a CUDA graph as it does whole train steps
+device: a step of many in one compiled loop, or in one CUDA graph, without the host's part
+launches: of our kernels in a step, counted in the compiled program
 bytes: those that a step must move for each parameter; of copy: at which part of the copy's rate
 times optax: of the call, above 1 is faster; on the device: of the loop; tie: within the spreads"""
 
@@ -75,4 +78,4 @@ def _fixed(value: float | None, digits: int) -> str:
 
 
 def _ratio(ratio: float | None, tie: bool | None) -> str:
-    return "tie" if tie else _fixed(ratio, 2)
+    return _fixed(ratio, 2) + " (tie)" * bool(tie)

@@ -1,21 +1,24 @@
 """The optimizer step of this library beside optax's and torch's, on this machine."""
 
 import argparse
+import contextlib
 import importlib.util
+import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from ..models import MODELS
 from .columns import MEANING, bench_lines
 from .data import SWEEPS, shapes_of
 from .kinds import KINDS
-from .libraries import OPTAX, OURS, RIVALS, TORCH, fits, why_not_torch
-from .report import command, device_name, table, versions, write_json
-from .run import FULL, PHASES, QUICK, bench
+from .libraries import OPTAX, OURS, RIVALS, TORCH, contestants, fits, free_memory, why_not_torch
+from .report import check_writable, command, cores, device_name, table, versions, write_json
+from .run import FULL, PHASES, QUICK, bench, rivals_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,44 +52,81 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """Time, launches, memory and compilation of a step, ours and others', side by side."""
-    models = SWEEPS[options.sweep] if options.sweep else options.model.split(",")
-    shapes = {model: jax.tree.leaves(shapes_of(model)) for model in models}
+    models = SWEEPS[options.sweep] if options.sweep else _once(options.model)
+    sizes = {model: [leaf.size for leaf in jax.tree.leaves(shapes_of(model))] for model in models}
     optimizers = _among("--optimizer", options.optimizer, KINDS)
     save_plot = _plotter(options.plot) if options.plot else None
+    for path in (options.json, options.plot):
+        check_writable(path)
     rivals = _rivals(options.against)
     effort = QUICK if options.quick else FULL
 
     cases = []
-    for model, leaves in shapes.items():
-        if not fits(sum(leaf.size for leaf in leaves), rivals):
-            _note(f"{model} does not fit into memory: left out")
+    for model, optimizer in itertools.product(models, optimizers):
+        running = rivals_of(len(sizes[model]), optimizer, rivals, effort)
+        if not fits(sum(sizes[model]), running):
+            _note(f"{model}, {optimizer} does not fit into memory: left out")
             continue
-        if OPTAX in rivals and len(leaves) > effort.optax_leaves:
-            _note(f"{model}: without optax, whose step takes XLA minutes to compile")
-        cases += [(model, optimizer) for optimizer in optimizers]
+        if OPTAX in rivals and OPTAX not in running:
+            _note(f"{model}, {optimizer}: without optax, whose step takes XLA minutes to compile")
+        cases.append((model, optimizer, running))
     if not cases:
         raise ValueError("--model: nothing is left to measure")
-    # A program that was found in a cache would seem to compile at once.
-    jax.config.update("jax_enable_compilation_cache", False)
 
-    rows = []
-    with _Progress(PHASES * len(cases)) as progress:
-        for model, optimizer in cases:
-            rows += bench(
-                model,
-                optimizer,
-                rivals,
-                effort,
-                lambda phase, case=f"{model}, {optimizer}": progress.step(f"{case}: {phase}"),
-            )
-    used = versions(*[TORCH] if TORCH in rivals else [])
+    rows, origin = [], _origin(rivals)
+    with _programs_compiled_anew(), _Progress(PHASES * len(cases)) as progress:
+        # What JAX does for its first program is no part of the first side's compilation.
+        contestants(shapes_of("1x8"), KINDS[optimizers[0]], [], _note_failed)
+        for model, optimizer, running in cases:
+            case = f"{model}, {optimizer}"
+            try:
+                rows += bench(
+                    model,
+                    optimizer,
+                    running,
+                    effort,
+                    lambda phase, case=case: progress.step(f"{case}: {phase}"),
+                    lambda name, error, case=case: _note_failed(f"{case}, {name}", error),
+                )
+            except Exception as error:  # such as no memory; the other cases go on
+                _note_failed(case, error)
+            free_memory(rivals)
+            if options.json:
+                with contextlib.suppress(OSError):  # which is raised below, after the table
+                    write_json(options.json, [{**row, **origin} for row in rows])
+    if not rows:
+        raise ValueError("nothing could be measured")
+    title = ", ".join([device_name(), *(f"{k} {v}" for k, v in origin["versions"].items())])
+    print(table(title, bench_lines(rows)), flush=True)
     if options.json:
-        origin = {"versions": used, "command": command()}
         write_json(options.json, [{**row, **origin} for row in rows])
     if save_plot is not None:
         save_plot(options.plot, rows, options.sweep)
-    title = f"{device_name()}, " + ", ".join(f"{k} {v}" for k, v in used.items())
-    return f"{table(title, bench_lines(rows))}\n\n{MEANING}"
+    return f"\n{MEANING}"
+
+
+def _origin(rivals: Sequence[str]) -> dict[str, Any]:
+    """What all rows say of this run."""
+    origin = {"versions": versions(*[TORCH] if TORCH in rivals else []), "command": command()}
+    if TORCH in rivals and jax.default_backend() == "cpu":
+        from .torch_sides import use_all_cores
+
+        origin["torch_threads"] = use_all_cores()
+    return {**origin, **cores()}
+
+
+@contextlib.contextmanager
+def _programs_compiled_anew() -> Iterator[None]:
+    """Without JAX's cache on disk: a program found there would seem to compile at once."""
+    name = "jax_enable_compilation_cache"
+    before = getattr(jax.config, name)
+    jax.config.update(name, False)
+    compilation_cache.reset_cache()  # JAX looks at the setting once
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+        compilation_cache.reset_cache()
 
 
 def _plotter(path: str) -> Callable[..., None]:
@@ -100,11 +140,15 @@ def _plotter(path: str) -> Callable[..., None]:
 
 
 def _among(option: str, given: str, known: Any) -> list[str]:
-    names = given.split(",")
+    names = _once(given)
     for name in names:
         if name not in known:
             raise ValueError(f"{option}: expected some of {', '.join(known)}; got {name!r}")
     return names
+
+
+def _once(given: str) -> list[str]:
+    return list(dict.fromkeys(given.split(",")))
 
 
 def _rivals(given: str | None) -> Sequence[str]:
@@ -123,6 +167,11 @@ def _rivals(given: str | None) -> Sequence[str]:
         raise ValueError(f"--against: {reason}; leave it out to compare {OURS} with optax alone")
     _note(f"{reason}: left out")
     return [name for name in rivals if name != TORCH]
+
+
+def _note_failed(name: str, error: Exception) -> None:
+    reason = str(error).splitlines()[0] if str(error) else "no reason is given"
+    _note(f"{name} failed and is left out: {type(error).__name__}: {reason}")
 
 
 def _note(text: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from ..models import MODELS, named_shapes
 
 POOL = 2**22  # random values that larger arrays repeat, since drawing 10⁹ takes longer than timing
+MOST_PARAMETERS = 10**15
 _EQUAL_LEAVES = re.compile(r"(\d+)x(\d+(?:e\d+)?)")
 
 SWEEPS = {
@@ -32,14 +33,16 @@ def shapes_of(model: str) -> Any:
     if model in MODELS:
         return named_shapes(model)
     equal = _EQUAL_LEAVES.fullmatch(model)
-    leaves, size = (int(float(part)) for part in equal.groups()) if equal else (0, 0)
+    leaves, size = (float(part) for part in equal.groups()) if equal else (0, 0)
     if leaves * size == 0:
         raise ValueError(
             f"--model: expected {', '.join(MODELS)}, or leaves and their size such as 100x1e5; "
             f"got {model!r}"
         )
-    vector = jax.ShapeDtypeStruct((size,), jnp.float32)
-    return {f"layer_{i:05d}": {"kernel": vector} for i in range(leaves)}
+    if leaves * size > MOST_PARAMETERS:
+        raise ValueError(f"--model: {model} is more than any machine holds")
+    vector = jax.ShapeDtypeStruct((int(size),), jnp.float32)
+    return {f"layer_{i:05d}": {"kernel": vector} for i in range(int(leaves))}
 
 
 def random_values(size: int, seed: int = 0) -> np.ndarray:

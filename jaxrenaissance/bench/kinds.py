@@ -69,14 +69,14 @@ KINDS = {
         28,
     ),
     # Ours forms the update twice, first for its norm. optax need not: it keeps the update, which is
-    # then read twice.
+    # written, read for its norm and read again: 28 + 12.
     "lamb": Kind(
         _ours(optimizers.lamb, **_MASKED, **_TRUST_MASKED),
         _optax(optax.lamb, **_DECAY),
         None,
         44,
         4,
-        36,
+        40,
     ),
     "lion": Kind(_ours(optimizers.lion, **_MASKED), _optax(optax.lion, **_DECAY), None, 20, 4, 20),
 }

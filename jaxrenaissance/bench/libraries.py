@@ -1,5 +1,7 @@
 """Who takes part: ours, optax and torch, each in the forms that its users run."""
 
+import functools
+import gc
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ from ..train_state import TrainState
 from .data import random_tree
 from .kinds import Kind
 from .sides import Side, optax_step, our_step
+from .timing import wait
 
 OURS, OPTAX, TORCH = "jaxrenaissance", "optax", "torch"
 RIVALS = (OPTAX, TORCH)
@@ -29,7 +32,7 @@ class Facts(NamedTuple):
 
     backend: str
     launches: int | None
-    """Kernels in one step."""
+    """Of our kernels in one step, see `count_launches`."""
     compile_s: float | None
     peak_mib: float | None
     """What a step needs at once: parameters, gradients, moments, temporary buffers."""
@@ -75,43 +78,89 @@ def why_not_torch() -> str | None:
     return None
 
 
+def those_with(kind: Kind, rivals: Sequence[str]) -> list[str]:
+    """The rivals that have the optimizer."""
+    return [name for name in rivals if name != TORCH or kind.torch is not None]
+
+
 def fits(parameters: int, rivals: Sequence[str]) -> bool:
-    """Whether all states of a model fit into the device's memory, or the machine's for a CPU."""
+    """Whether all states of a model fit into the device's memory, or the machine's for a CPU.
+
+    Where the device does not tell how much it has, they are taken to fit.
+    """
+    limit = _memory()
+    return limit is None or 4 * parameters * sum(_ARRAYS[name] for name in (OURS, *rivals)) <= limit
+
+
+def _memory() -> int | None:
     if jax.default_backend() == "cpu":
-        limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-    return 4 * parameters * sum(_ARRAYS[name] for name in (OURS, *rivals)) <= limit
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def contestants(shapes: Any, kind: Kind, rivals: Sequence[str]) -> list[Contestant]:
+def free_memory(rivals: Sequence[str]) -> None:
+    """What the sides of a case had, for the next case; torch would keep it for itself."""
+    gc.collect()
+    if TORCH in rivals and jax.default_backend() == "gpu":
+        import torch  # pyright: ignore[reportMissingImports]
+
+        torch.cuda.empty_cache()
+
+
+_Entered = tuple[Stepper, Facts, int]
+
+
+def contestants(
+    shapes: Any, kind: Kind, rivals: Sequence[str], failed: Callable[[str, Exception], Any]
+) -> list[Contestant]:
     """Those that have the optimizer, compiled, on the same random values.
 
     Args:
         shapes: the model's.
         kind: the optimizer.
         rivals: of `RIVALS`, those to compare with.
+        failed: told the name of each that cannot take part, and why.
     """
     params, gradients = random_tree(shapes, 0, 0.1), random_tree(shapes, 1, 0.01)
-    result = []
-    for skip, variant in ((True, ""), (False, "skip_nonfinite=False")):
-        state = TrainState.create(params, kind.ours(skip))
-        side = Side(our_step, state, gradients)
-        moved = kind.our_bytes + kind.look_bytes * skip
-        result.append(Contestant(OURS, variant, side, jax_facts(side), moved))
+    makers: dict[tuple[str, str], Callable[[], _Entered]] = {
+        (OURS, ""): lambda: _ours(kind, True, params, gradients),
+        (OURS, "skip_nonfinite=False"): lambda: _ours(kind, False, params, gradients),
+    }
     if OPTAX in rivals:
-        optimizer = kind.optax()
-        # The step donates its state, and torch still needs the parameters.
-        copied = jax.tree.map(jnp.copy, params)
-        side = Side(optax_step(optimizer), (copied, optimizer.init(copied)), gradients)
-        result.append(Contestant(OPTAX, "", side, jax_facts(side), kind.other_bytes))
+        makers[OPTAX, ""] = lambda: _optax(kind, params, gradients)
     if TORCH in rivals and kind.torch is not None:
         from .torch_sides import torch_sides
 
-        name, arguments = kind.torch
-        for variant, side in torch_sides(name, arguments, params, gradients).items():
-            result.append(Contestant(TORCH, variant, side, side.facts(), kind.other_bytes))
+        for variant, make_side in torch_sides(*kind.torch, params, gradients).items():
+            makers[TORCH, variant] = functools.partial(_torch, kind, make_side)
+    result = []
+    for (library, variant), make in makers.items():
+        try:
+            side, facts, moved = make()
+            wait(side())
+        except Exception as error:  # no memory, or a torch too old: each library has its own class
+            failed(label(library, variant), error)
+        else:
+            result.append(Contestant(library, variant, side, facts, moved))
     return result
+
+
+def _ours(kind: Kind, skip: bool, params: Any, gradients: Any) -> _Entered:
+    side = Side(our_step, TrainState.create(params, kind.ours(skip)), gradients)
+    return side, jax_facts(side), kind.our_bytes + kind.look_bytes * skip
+
+
+def _optax(kind: Kind, params: Any, gradients: Any) -> _Entered:
+    optimizer = kind.optax()
+    # The step donates its state, and torch still needs the parameters.
+    copied = jax.tree.map(jnp.copy, params)
+    side = Side(optax_step(optimizer), (copied, optimizer.init(copied)), gradients)
+    return side, jax_facts(side), kind.other_bytes
+
+
+def _torch(kind: Kind, make_side: Callable[[], Any]) -> _Entered:
+    side = make_side()
+    return side, side.facts(), kind.other_bytes
 
 
 def jax_facts(side: Side) -> Facts:

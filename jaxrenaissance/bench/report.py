@@ -1,7 +1,9 @@
 """Rows of a benchmark: as a table, and as JSON with what they were measured on."""
 
 import json
+import os
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -10,6 +12,7 @@ from typing import Any
 
 import jax
 
+from .. import native
 from .timing import Seconds
 
 
@@ -46,23 +49,33 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def cores() -> dict[str, Any]:
+    """Of a CPU: how many cores the process may run on, and the instruction set of our module."""
+    if jax.default_backend() != "cpu":
+        return {}
+    instructions = native.build_info("cpu")["instruction_set"] if native.available("cpu") else None
+    return {"cores": len(os.sched_getaffinity(0)), "instruction_set": instructions}
+
+
 def versions(*more: str) -> dict[str, str]:
     """Of Python, of the packages that are always used, and of others."""
-    packages = ("jax", "jaxlib", "optax", "numpy", *more)
+    packages = ("jaxrenaissance", "jax", "jaxlib", "optax", "numpy", *more)
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def command() -> str:
     """The command of this run."""
-    program, *arguments = sys.argv
-    if Path(program).name == "__main__.py":
-        program = f"-m {Path(program).parent.name}"
-    return " ".join(["python", *(_without_folder(part) for part in (program, *arguments))])
+    script, *arguments = sys.argv
+    program = [_without_folder(script)]
+    if Path(script).name == "__main__.py":
+        program = ["-m", Path(script).parent.name]
+    return shlex.join(["python", *program, *map(_without_folder, arguments)])
 
 
 def _without_folder(argument: str) -> str:
     """An absolute path says more of the machine than of the run."""
-    return Path(argument).name if Path(argument).is_absolute() else argument
+    option, equals, value = argument.rpartition("=")
+    return option + equals + (Path(value).name if Path(value).is_absolute() else value)
 
 
 def table(title: str, lines: Sequence[Sequence[str]]) -> str:
@@ -70,6 +83,18 @@ def table(title: str, lines: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
     return "\n".join([title, *text])
+
+
+def check_writable(path: str | None) -> None:
+    """Raises an `OSError` where the file cannot be written: now, not after a long run."""
+    if path is None:
+        return
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    existed = file.exists()
+    file.open("a").close()
+    if not existed:
+        file.unlink()
 
 
 def write_json(path: str, content: Any) -> None:
@@ -87,8 +112,9 @@ def report(title: str, rows: list[dict[str, Any]], path: str | None) -> None:
     columns = list(dict.fromkeys(key for key, value in items if not isinstance(value, list)))
     print("\n" + table(title, [columns, *([cell(row.get(c)) for c in columns] for row in rows)]))
     if path:
-        machine = {"device": device_name(), "platform": jax.default_backend(), **versions()}
-        write_json(path, {"machine": {**machine, "command": command()}, "rows": rows})
+        machine = {"device": device_name(), "platform": jax.default_backend(), **cores()}
+        machine = {**machine, **versions(), "command": command()}
+        write_json(path, {"machine": machine, "rows": rows})
 
 
 def cell(value: Any) -> str:

@@ -7,11 +7,12 @@ import jax
 
 from .data import shapes_of
 from .kinds import KINDS
-from .libraries import OPTAX, Contestant, contestants
+from .libraries import OPTAX, Contestant, contestants, those_with
 from .report import device_name
-from .timing import Seconds, alternate, call_times, copy_rate
+from .timing import Seconds, alternate, call_times, copy_rate, device_times, wait
 
-FEWEST_STEPS, MOST_STEPS = 4, 100
+STEPS_MULTIPLE = 6  # a round of the loop has two steps or three
+FEWEST_STEPS, MOST_STEPS = 6, 96
 MOST_LEAVES_IN_A_LOOP = 1000  # of programs with an operation a leaf: more take XLA minutes
 
 
@@ -27,32 +28,44 @@ class Effort(NamedTuple):
     """With more, optax is left out: XLA takes minutes to compile its step."""
 
 
-FULL = Effort(rounds=15, call_seconds=0.05, loop_seconds=0.3, optax_leaves=2000)
-QUICK = Effort(rounds=5, call_seconds=0.02, loop_seconds=0.05, optax_leaves=1000)
+FULL = Effort(rounds=15, call_seconds=0.05, loop_seconds=0.1, optax_leaves=2000)
+QUICK = Effort(rounds=5, call_seconds=0.02, loop_seconds=0.02, optax_leaves=1000)
 
 PHASES = 4
 """How often `bench` says what it does next."""
 
 
+def rivals_of(leaves: int, optimizer: str, rivals: Sequence[str], effort: Effort) -> list[str]:
+    """Those of the rivals that have the optimizer, and whose program is compiled in short time."""
+    running = those_with(KINDS[optimizer], rivals)
+    return [name for name in running if name != OPTAX or leaves <= effort.optax_leaves]
+
+
 def bench(
-    model: str, optimizer: str, rivals: Sequence[str], effort: Effort, phase: Callable[[str], Any]
+    model: str,
+    optimizer: str,
+    rivals: Sequence[str],
+    effort: Effort,
+    phase: Callable[[str], Any],
+    failed: Callable[[str, Exception], Any],
 ) -> list[dict[str, Any]]:
-    """The rows of one model and optimizer, one for each library and variant.
+    """The rows of one model and optimizer, one for each library and variant that runs.
 
     Args:
         model: a name for `shapes_of`.
         optimizer: a name in `KINDS`.
-        rivals: the libraries to compare with.
+        rivals: the libraries to compare with, of `rivals_of`.
         effort: how long to measure.
         phase: called with what is done next, `PHASES` times.
+        failed: told the name of each that fails, and why; the others go on.
     """
     shapes, kind = shapes_of(model), KINDS[optimizer]
     sizes = [leaf.size for leaf in jax.tree.leaves(shapes)]
-    if len(sizes) > effort.optax_leaves:
-        rivals = [name for name in rivals if name != OPTAX]
 
+    phase("copy")  # before the sides take their memory
+    rate = copy_rate(kind.other_bytes * sum(sizes))
     phase("compiling")
-    entered = {entry.name: entry for entry in contestants(shapes, kind, rivals)}
+    entered = {entry.name: entry for entry in contestants(shapes, kind, rivals, failed)}
     sides = {name: entry.side for name, entry in entered.items()}
     phase("calls")
     calls = alternate(sides, rounds=effort.rounds, seconds=effort.call_seconds)
@@ -63,12 +76,14 @@ def bench(
         if entry.facts.backend == "xla" and len(sizes) > MOST_LEAVES_IN_A_LOOP:
             continue
         steps[name] = steps_in_a_loop(calls[name], effort.loop_seconds)
-        if (loop := entry.side.loop(steps[name])) is not None:
-            loops[name] = loop
-    whole = alternate(loops, rounds=effort.rounds, seconds=effort.call_seconds)
+        try:
+            if (loop := entry.side.loop(steps[name])) is not None:
+                wait(loop())
+                loops[name] = loop
+        except Exception as error:  # no memory for it; the times of calls are there
+            failed(f"{name}, loop", error)
+    whole = device_times(loops, rounds=effort.rounds, seconds=effort.call_seconds)
     devices = {name: time.over(steps[name]) for name, time in whole.items()}
-    phase("copy")
-    rate = copy_rate(kind.other_bytes * sum(sizes))
 
     rows = []
     for name, entry in entered.items():
@@ -94,8 +109,9 @@ def bench(
 
 
 def steps_in_a_loop(call: Seconds, seconds: float) -> int:
-    """An even number of steps, since a round of the loop has two."""
-    return 2 * round(min(max(seconds / call.median, FEWEST_STEPS), MOST_STEPS) / 2)
+    """How many steps take about so many seconds, in whole rounds."""
+    steps = min(max(seconds / call.median, FEWEST_STEPS), MOST_STEPS)
+    return STEPS_MULTIPLE * round(steps / STEPS_MULTIPLE)
 
 
 def time_columns(name: str, time: Seconds | None) -> dict[str, float | None]:

@@ -16,6 +16,7 @@ import numpy as np
 from .data import random_values
 
 WARM_UP_CALLS = 4  # compilation, and what a runtime does after its first executions
+FEWEST_MORE_CALLS = 3  # in flight, so that the first one's part is a small one
 MOST_COPIED_BYTES = 2**33  # read and written; a copy is no faster above it
 COPIED_IN_A_CALL, MOST_COPIES = 2**26, 32
 
@@ -41,7 +42,8 @@ def alternate(
     """Times the sides in turn, so that a machine that slows down slows all of them.
 
     Args:
-        sides: by name, a function that starts the work and returns arrays to wait for.
+        sides: by name, a function that starts the work and returns its results; the first array
+            of them is waited for, since those of one program are there at once.
         rounds: measured rounds.
         seconds: how long a round of a side lasts at least: calls follow each other without waiting,
             so that the time of one is the device's where that is longer than the host's.
@@ -49,23 +51,59 @@ def alternate(
     Returns:
         Seconds a call for each side.
     """
-    repeats = {}
+    return _in_turn(sides, lambda side, calls: _seconds(side, calls) / calls, 1, rounds, seconds)
+
+
+def device_times(
+    sides: Mapping[str, Callable[[], Any]], *, rounds: int, seconds: float = 0.02
+) -> dict[str, Seconds]:
+    """Seconds a call on the device alone: what each further call in flight adds to one.
+
+    The host's part of the first call, and waiting for the last one, are in both times and go out.
+    Where the host takes longer for a call than the device, the time is the host's.
+
+    Args:
+        sides: see `alternate`.
+        rounds: likewise.
+        seconds: how long the further calls last at least; there are three or more.
+    """
+
+    def more(side: Callable[[], Any], calls: int) -> float:
+        alone = _seconds(side, 1)
+        return (_seconds(side, 1 + calls) - alone) / calls
+
+    return _in_turn(sides, more, FEWEST_MORE_CALLS, rounds, seconds)
+
+
+def _in_turn(
+    sides: Mapping[str, Callable[[], Any]],
+    measure: Callable[[Callable[[], Any], int], float],
+    fewest_calls: int,
+    rounds: int,
+    seconds: float,
+) -> dict[str, Seconds]:
+    calls = {}
     for name, side in sides.items():
-        single = min(_seconds_a_call(side, 1) for _ in range(WARM_UP_CALLS))
-        repeats[name] = max(1, round(seconds / single))
+        single = min(_seconds(side, 1) for _ in range(WARM_UP_CALLS))
+        calls[name] = max(fewest_calls, round(seconds / single))
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():
-            times[name].append(_seconds_a_call(side, repeats[name]))
+            times[name].append(measure(side, calls[name]))
     return {name: summary(values) for name, values in times.items()}
 
 
-def _seconds_a_call(side: Callable[[], Any], repeats: int) -> float:
+def _seconds(side: Callable[[], Any], calls: int) -> float:
     start = time.perf_counter()
-    for _ in range(repeats - 1):
+    for _ in range(calls - 1):
         side()
-    jax.block_until_ready(side())
-    return (time.perf_counter() - start) / repeats
+    wait(side())
+    return time.perf_counter() - start
+
+
+def wait(result: Any) -> None:
+    """Waits for the first array of a program's results, and so for all of them."""
+    jax.block_until_ready(jax.tree.leaves(result)[:1])
 
 
 def call_times(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Seconds]:
@@ -76,7 +114,7 @@ def call_times(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str,
             start = time.perf_counter()
             result = side()
             end = time.perf_counter()
-            jax.block_until_ready(result)
+            wait(result)
             if i >= WARM_UP_CALLS:
                 times[name].append(end - start)
     return {name: summary(values) for name, values in times.items()}

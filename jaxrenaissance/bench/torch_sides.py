@@ -2,6 +2,8 @@
 
 # pyright: reportMissingImports=false
 
+import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +19,8 @@ GRAPH_WARM_UP_STEPS = 3  # as torch asks for before a capture
 
 def torch_sides(
     name: str, arguments: dict[str, Any], params: Any, gradients: Any
-) -> dict[str, "TorchSide"]:
-    """By variant, an optimizer of `torch.optim` on copies of the leaves.
+) -> dict[str, Callable[[], "TorchSide"]]:
+    """By variant, what makes an optimizer of `torch.optim` on copies of the leaves.
 
     Args:
         name: such as "AdamW".
@@ -39,12 +41,20 @@ def torch_sides(
         optimizer = make(leaves, lr=LEARNING_RATE, **arguments, **variant)
         return CapturedSide(optimizer) if capture else TorchSide(optimizer)
 
-    sides = {"fused": side(fused=True), "foreach": side(foreach=True)}
+    variants: dict[str, dict[str, Any]] = {"fused": {"fused": True}, "foreach": {"foreach": True}}
     if on_gpu:
         # SGD has no counter, so it needs no such argument.
         capturable = {} if name == "SGD" else {"capturable": True}
-        sides["fused, CUDA graph"] = side(capture=True, fused=True, **capturable)
-    return sides
+        variants["fused, CUDA graph"] = {"capture": True, "fused": True, **capturable}
+    else:
+        variants["default"] = {}  # a loop over the leaves; on a GPU that is foreach
+    return {variant: functools.partial(side, **options) for variant, options in variants.items()}
+
+
+def use_all_cores() -> int:
+    """Sets torch's threads to the cores that this process may run on; returns how many."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    return torch.get_num_threads()
 
 
 def _tensor(array: jax.Array, on_gpu: bool) -> torch.Tensor:
