@@ -468,3 +468,22 @@ def test_torch_takes_part_where_it_is_installed():
     assert variants == ["fused", "foreach", "fused, CUDA graph" if on_gpu else "default"]
     jax.block_until_ready([entry.side() for entry in torch_sides])
     assert [entry.bytes_per_parameter for entry in torch_sides] == [28] * len(torch_sides)
+
+
+@pytest.mark.usefixtures("_environment_stays")
+def test_torch_too_old_is_a_note(capsys, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    adamw = torch.optim.AdamW
+
+    def older(*arguments, **options):
+        if "fused" in options:
+            raise TypeError("unexpected keyword argument 'fused'")
+        return adamw(*arguments, **options)
+
+    monkeypatch.setattr(torch.optim, "AdamW", older)
+    arguments = ("--model", "1x8", "--against", "torch")
+    rows, captured = quick_rows(capsys, tmp_path / "rows.json", *arguments)
+    assert "1x8, adamw, torch, fused failed and is left out: TypeError: unexpected" in captured.err
+    assert "foreach" in [row["variant"] for row in rows]
+    if jax.default_backend() == "cpu":
+        assert rows[0]["torch_threads"] == len(os.sched_getaffinity(0))

@@ -27,8 +27,8 @@ MEANING = """\
 call: a jitted, donated step, called from Python again and again; torch's step likewise
 host: of that the host's part, which is until a call returns while the device is idle; on a CPU
   that is the step itself wherever the library runs it inside of the call
-  both are of a step without a backward pass: where it has fewer than five launches, XLA does not
-  capture it into a CUDA graph as it does whole train steps
+call and host are of a bare step, without a backward pass: where it has fewer than five launches,
+  XLA does not capture it into a CUDA graph, as it does whole train steps
 device: a step of many in one compiled loop, or in one CUDA graph, without the host's part
 launches: of our kernels in a step, counted in the compiled program
 bytes: those that a step must move for each parameter; of copy: at which part of the copy's rate
