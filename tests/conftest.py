@@ -3,13 +3,12 @@
 import os
 from collections.abc import Iterator
 
-# Before JAX starts: sharding is tested on devices of the host. XLA's own code need not be fast here,
-# and most of the time is spent compiling it; the suite is run once more with XLA's default level.
-LEVEL = "--xla_backend_optimization_level"
-flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
-if LEVEL not in flags[0]:
-    flags += [f"{LEVEL}=0", "--xla_llvm_disable_expensive_passes=true"]
-os.environ["XLA_FLAGS"] = " ".join(flags)
+# Before JAX starts: sharding is tested on devices of the host. Most of the time is spent compiling,
+# and XLA's own code need not be fast here; of two flags of a name the later counts.
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+)
 # Several processes of the tests share a GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
