@@ -83,7 +83,7 @@ def test_only_ops_import_the_backends():
         if "reference" in IMPORTS[part]:
             assert part == "ops"
     # Beside the ops, only what tells the user about the machine.
-    assert {part for part in PARTS if "native" in IMPORTS[part]} <= {"ops", "__main__"}
+    assert {part for part in PARTS if "native" in IMPORTS[part]} <= {"ops", "__main__", "bench"}
 
 
 def test_only_native_names_the_compiled_modules():
