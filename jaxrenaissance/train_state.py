@@ -627,9 +627,9 @@ class TrainState:
     def to_leaves(self, *, host: bool = False) -> dict[str, Any]:
         """What a checkpoint holds: every leaf by itself, by path, whatever the plan.
 
-        Nested dicts with strings for keys and arrays for leaves, which Orbax, npz and safetensors
-        files take, and which can be read without this package. They are copies: the state may be
-        donated afterwards.
+        Nested dicts with strings for keys and arrays for leaves, which Orbax takes, and npz and
+        safetensors files once they are flat, with "/" between the keys. They can be read without
+        this package, and are copies: the state may be donated afterwards.
 
         >>> import jax.numpy as jnp
         >>> import jaxrenaissance as jr

@@ -18,7 +18,7 @@ from .accumulation import Accumulate
 from .groups import Group
 from .hyperparams import Numbers
 from .options import Options, resolve
-from .paths import is_function, path_string
+from .paths import is_function, leaves_with_paths
 from .plan import NO_TRUST, MemoryPlan
 from .spec import Identity, Spec, fingerprint
 from .step import Buffers, changes, scalar_dtype
@@ -249,13 +249,13 @@ def _cached_plan(tree: Any, selection: Selection) -> MemoryPlan:
 
 def _check_floats(tree: Any) -> None:
     """Raises for what optax's contract has to leave out; `TrainState` has `trainable=` for it."""
-    for key_path, leaf in jtu.tree_leaves_with_path(tree):
+    for path, leaf in leaves_with_paths(tree):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             what = f"is a {type(leaf).__name__}" if dtype is None else f"has dtype {dtype}"
             raise ValueError(
-                f"params: the leaf {path_string(key_path)!r} {what}, and an arena holds float "
-                "arrays alone. Leave it out with optax.masked or optax.partition; for a model of "
+                f"params: the leaf {path!r} {what}, and an arena holds float arrays alone. "
+                "Leave it out with optax.masked or optax.partition; for a model of "
                 "Equinox with eqx.filter(model, eqx.is_inexact_array)"
             )
 
