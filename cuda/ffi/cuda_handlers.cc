@@ -5,6 +5,7 @@
 
 #include "ffi/calls.h"
 #include "ffi/handlers.h"
+#include "ffi/preload.h"
 #include "kernels/launch.h"
 
 namespace jaxrenaissance {
@@ -38,7 +39,7 @@ ffi::Error Checked(cudaError_t error) {
 std::atomic<int64_t> executions{0};
 
 ffi::Error Launched(cudaError_t error) {
-  executions.fetch_add(1, std::memory_order_relaxed);
+  if (error == cudaSuccess) executions.fetch_add(1, std::memory_order_relaxed);
   return Checked(error);
 }
 
@@ -134,17 +135,10 @@ ffi::Error Prologue(cudaStream_t stream, const CudaProgram* program, ffi::Remain
                                  decoder.members(), stream));
 }
 
-// XLA asks before every execution: devices whose kernels are loaded are remembered.
 template <cudaError_t (*kPreload)()>
-ffi::Error Initialize(ffi::RemainingArgs, ffi::RemainingRets) {
-  static std::atomic<uint64_t> done{0};
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return Checked(error);
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (done.load(std::memory_order_acquire) & bit) return ffi::Error::Success();
-  const cudaError_t error = kPreload();
-  if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_release);
-  return Checked(error);
+ffi::ErrorOr<std::unique_ptr<CudaProgram>> InstantiateLoaded(ffi::Dictionary attributes) {
+  PreloadOnDevices<kPreload>();
+  return Instantiate<CudaProgram>(attributes);
 }
 
 template <UpdateKind kKind>
@@ -170,15 +164,9 @@ auto Bind() {
       .RemainingRets();
 }
 
-auto BindInitialize() {
-  return ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets();
-}
-
-XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate<CudaProgram>, BindInstantiate());
-
 #define JR_DEFINE_OP(op, impl, preload)                                                    \
-  XLA_FFI_DEFINE_HANDLER(kExecute##op, impl, Bind(), {ffi::Traits::kCmdBufferCompatible}); \
-  XLA_FFI_DEFINE_HANDLER(kInitialize##op, Initialize<preload>, BindInitialize())
+  XLA_FFI_DEFINE_HANDLER(kInstantiate##op, InstantiateLoaded<preload>, BindInstantiate()); \
+  XLA_FFI_DEFINE_HANDLER(kExecute##op, impl, Bind(), {ffi::Traits::kCmdBufferCompatible})
 
 #define JR_DEFINE_RULE(rule, moments)                                          \
   JR_DEFINE_OP(Update##rule, (Update<UpdateKind::k##rule, moments>),           \
@@ -208,10 +196,9 @@ JR_DEFINE_OP(Prologue, Prologue, PreloadPrologue);
 
 int64_t CudaExecutions() { return executions.load(std::memory_order_relaxed); }
 
-#define JR_ENTRIES(name, op)                                     \
-  {"jaxrenaissance_" name "_v1", "instantiate", kInstantiate},   \
-      {"jaxrenaissance_" name "_v1", "execute", kExecute##op}, { \
-    "jaxrenaissance_" name "_v1", "initialize", kInitialize##op  \
+#define JR_ENTRIES(name, op)                                         \
+  {"jaxrenaissance_" name "_v1", "instantiate", kInstantiate##op}, { \
+    "jaxrenaissance_" name "_v1", "execute", kExecute##op            \
   }
 
 std::vector<HandlerEntry> CudaHandlers() {

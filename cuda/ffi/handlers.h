@@ -9,7 +9,7 @@ namespace jaxrenaissance {
 
 struct HandlerEntry {
   const char* target;
-  const char* stage;  // "instantiate", "initialize" or "execute"
+  const char* stage;  // "instantiate" or "execute"
   XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*);
 };
 

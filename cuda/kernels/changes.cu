@@ -12,9 +12,8 @@ namespace {
 
 // Further leaves of the segments in a table.
 template <int kCapacity>
-struct LeafColumn {
-  void* data[kCapacity];       // the segment's first element, of member 0
-  uint32_t stride[kCapacity];  // elements between members of a batch; 0 where they share the leaf
+struct LeafColumn : Strides<kCapacity> {
+  void* data[kCapacity];  // the segment's first element, of member 0
   uint8_t type[kCapacity];
 };
 
@@ -27,6 +26,8 @@ struct LeafColumns {
 
 template <int kCapacity>
 struct ChangesTable {
+  static constexpr bool kServesBatches = Strides<kCapacity>::kServesBatches;
+
   SegmentTable<kCapacity> segments;
   LeafColumns<kCapacity> columns;
 
@@ -41,11 +42,9 @@ bool FillColumn(const Layout& layout, const Leaves& leaves, int64_t first, int64
                 LeafColumn<kCapacity>& column) {
   for (int64_t i = 0; i < count; ++i) {
     const LeafForm& form = leaves.forms[layout.segments[first + i].leaf];
-    if (layout.members > 1 && form.stride > UINT32_MAX) return false;
-    column.stride[i] = layout.members > 1 ? static_cast<uint32_t>(form.stride) : 0;
     column.type[i] = static_cast<uint8_t>(form.type);
   }
-  return true;
+  return FillStrides(layout, leaves, first, count, column);
 }
 
 // Calls f with a typed pointer to the place's first element.
@@ -53,7 +52,7 @@ template <typename T, int kCapacity, typename F>
 __device__ __forceinline__ void WithLeafOf(const LeafColumn<kCapacity>& column, const Place& place,
                                            uint32_t member, const F& f) {
   WithElement<T>(column.data[place.segment], static_cast<LeafType>(column.type[place.segment]),
-                 place.within + static_cast<int64_t>(member) * column.stride[place.segment], f);
+                 place.within + static_cast<int64_t>(member) * column.stride_of(place.segment), f);
 }
 
 // The place's elements of a leaf; the others are zero.

@@ -4,6 +4,7 @@
 #include "core/reduction.h"
 #include "kernels/launch.h"
 #include "kernels/preload.cuh"
+#include "kernels/state_copy.cuh"
 #include "kernels/tuning.h"
 
 namespace jaxrenaissance {
@@ -126,7 +127,7 @@ struct BySegment {
 // follow those of the gradients in the same order.
 template <typename S>
 __device__ void WriteRatios(const Workspaces& all, TrustRule rule, int64_t segments, int64_t member,
-                            const S* floats, const BySegment<S>& by) {
+                            const S* header, const S* floats, const BySegment<S>& by) {
   for (int64_t i = threadIdx.x; i < segments; i += kThreads) {
     const SegmentPlace place = FindSegment(all, i);
     const auto sum = [&](int series) {
@@ -136,7 +137,7 @@ __device__ void WriteRatios(const Workspaces& all, TrustRule rule, int64_t segme
     const TrustSums sums = {sum(1), sum(0), rule == TrustRule::kLarsAsOptax ? sum(2) : 0.0};
     const S* row = floats + RowStart(by.groups[place.workspace][place.segment]);
     by.ratios[place.workspace][member * all.each[place.workspace].num_segments + place.segment] =
-        static_cast<S>(TrustRatio(rule, sums, floats, row));
+        static_cast<S>(TrustRatio(rule, sums, header, row));
   }
 }
 
@@ -149,6 +150,14 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t member = blockIdx.x / blocks, block = blockIdx.x % blocks;
   floats += member * RowStart(num_groups);
   ints += member * kInts;
+  __shared__ StateCopy<S> state;
+  LoadState(floats, ints, state);
+  if (block == 0) {
+    // They follow from the counters alone, so that the last block need not do it at the end.
+    __syncthreads();
+    DeriveGroups(DecideStep(state.ints), threadIdx.x, kThreads, num_groups, floats);
+    __syncthreads();
+  }
   if (!FinishSegments(all, total, block, member, floats)) return;
 
   const double gradients = SumOfSegments(all, 0, gradient_segments, member);
@@ -156,15 +165,13 @@ __global__ void __launch_bounds__(kThreads)
   const bool has_weights = all.count > all.gradients;
   const double weights = has_weights ? SumOfSegments(all, gradient_segments, end, member) : 0.0;
   __shared__ double divisor;
-  __shared__ StepDecision decision;
   if (threadIdx.x == 0) {
-    decision = DecideStep(ints);
-    divisor = AdvanceState(decision, gradients, floats, ints);
-    if (has_weights) floats[kParamNorm] = static_cast<S>(SquareRoot(weights));
+    divisor = AdvanceState(DecideStep(state.ints), gradients, state.header, state.ints);
+    if (has_weights) state.header[kParamNorm] = static_cast<S>(SquareRoot(weights));
+    state.header[kBlocks] = S(0);  // blocks may have been counted when it was loaded
   }
   __syncthreads();
-  for (int64_t group = threadIdx.x; group < num_groups; group += kThreads)
-    DeriveGroup(decision, floats + RowStart(group));
+  StoreState(state, floats, ints);
   if (by.norms[0] != nullptr) {
     for (int64_t i = threadIdx.x; i < gradient_segments; i += kThreads) {
       const SegmentPlace place = FindSegment(all, i);
@@ -173,7 +180,8 @@ __global__ void __launch_bounds__(kThreads)
           static_cast<S>(SquareRoot(sum) / divisor);
     }
   }
-  if (rule != TrustRule::kNone) WriteRatios(all, rule, gradient_segments, member, floats, by);
+  if (rule != TrustRule::kNone)
+    WriteRatios(all, rule, gradient_segments, member, state.header, floats, by);
 }
 
 template <typename S>
@@ -196,7 +204,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t member = blockIdx.x / blocks, block = blockIdx.x % blocks;
   floats += member * RowStart(num_groups);
   if (!FinishSegments(all, total, block, member, floats)) return;
-  WriteRatios(all, TrustRule::kLamb, segments, member, floats, by);
+  WriteRatios(all, TrustRule::kLamb, segments, member, floats, floats, by);
 }
 
 int64_t SegmentsOf(const Workspaces& all, int low, int high) {

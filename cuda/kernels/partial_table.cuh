@@ -13,7 +13,7 @@ static_assert(kVector == kChunkWidth, "a thread's vector is one value of u and l
 
 // Segments of one launch, in order.
 template <int kCapacity>
-struct PartialTable {
+struct PartialTable : Strides<kCapacity> {
   uint32_t first_segment;  // of all launches
   uint32_t first_partial;
   uint32_t partials;
@@ -22,8 +22,7 @@ struct PartialTable {
   uint32_t partial[kCapacity + 1];  // number of each segment's first partial; then the end
   uint32_t start[kCapacity + 1];    // first line of each segment; then the line after the last
   uint32_t meta[kCapacity];  // elements missing in the last line (5 bits), leaf type (2 bits), tag
-  uint32_t stride[kCapacity];  // elements between members of a batch; 0 where they share the leaf
-  void* data[kCapacity];       // the segment's first element, of member 0
+  void* data[kCapacity];     // the segment's first element, of member 0
 
   void** Column(int) { return data; }
 };
@@ -78,7 +77,7 @@ __device__ __forceinline__ void WithLeaf(const PartialTable<kCapacity>& table,
                                          const ChunkPlace& place, const F& f) {
   return WithElement<T>(
       table.data[place.segment], place.type(),
-      place.within + static_cast<int64_t>(place.member) * table.stride[place.segment], f);
+      place.within + static_cast<int64_t>(place.member) * table.stride_of(place.segment), f);
 }
 
 // How many of the four elements of vector u are there.

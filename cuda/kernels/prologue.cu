@@ -1,22 +1,30 @@
-// prologue: one block a state, one thread a group.
+// prologue: one block a state. A warp advances its counters and header; another derives the groups.
 #include "core/prologue.h"
 #include "kernels/launch.h"
 #include "kernels/preload.cuh"
+#include "kernels/state_copy.cuh"
 
 namespace jaxrenaissance {
 namespace {
 
-constexpr int kPrologueThreads = 32;
+constexpr int kWarp = 32;
+constexpr int kPrologueThreads = 2 * kWarp;
 
 template <typename S>
-__global__ void PrologueKernel(S* floats, int32_t* ints, int64_t num_groups) {
+__global__ void __launch_bounds__(kPrologueThreads)
+    PrologueKernel(S* floats, int32_t* ints, int64_t num_groups) {
   floats += blockIdx.x * RowStart(num_groups);
   ints += static_cast<int64_t>(blockIdx.x) * kInts;
-  const StepDecision decision = DecideStep(ints);
+  __shared__ StateCopy<S> state;
+  LoadState(floats, ints, state);
+  __syncthreads();
+  const StepDecision decision = DecideStep(state.ints);
   __syncthreads();  // every thread has read the counters before one advances them
-  if (threadIdx.x == 0) AdvanceState(decision, kNoNorm, floats, ints);
-  for (int64_t group = threadIdx.x; group < num_groups; group += kPrologueThreads)
-    DeriveGroup(decision, floats + RowStart(group));
+  if (threadIdx.x == 0) AdvanceState(decision, kNoNorm, state.header, state.ints);
+  if (threadIdx.x >= kWarp)
+    DeriveGroups(decision, threadIdx.x - kWarp, kPrologueThreads - kWarp, num_groups, floats);
+  __syncthreads();
+  StoreState(state, floats, ints);
 }
 
 }  // namespace

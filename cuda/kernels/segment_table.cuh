@@ -17,9 +17,26 @@ constexpr int64_t kLine =
 // What a kernel wants to know of a segment beside its place.
 enum class Tag { kGroup, kLeaf };
 
+// Elements between members of a batch; 0 where they share the leaf.
+template <int kCapacity>
+struct Strides {
+  static constexpr bool kServesBatches = true;
+
+  __device__ __forceinline__ uint32_t stride_of(uint32_t segment) const { return stride[segment]; }
+
+  uint32_t stride[kCapacity];
+};
+
+template <>
+struct Strides<kLargeTable> {
+  static constexpr bool kServesBatches = false;
+
+  __device__ __forceinline__ uint32_t stride_of(uint32_t) const { return 0; }
+};
+
 // Segments of one launch, in order, without gaps but for the end of each one's last line.
 template <int kCapacity>
-struct SegmentTable {
+struct SegmentTable : Strides<kCapacity> {
   uint32_t first_segment;  // of all launches
   uint32_t first_tile;
   uint32_t tiles;
@@ -30,8 +47,7 @@ struct SegmentTable {
       bucket[kBuckets + 1];  // the last segment that starts at or before the bucket's first line
   uint32_t start[kCapacity + 1];  // first line of each segment; then the line after the last
   uint32_t meta[kCapacity];  // elements missing in the last line (5 bits), leaf type (2 bits), tag
-  uint32_t stride[kCapacity];  // elements between members of a batch; 0 where they share the leaf
-  void* data[kCapacity];       // the segment's first element, of member 0
+  void* data[kCapacity];     // the segment's first element, of member 0
 
   void** Column(int) { return data; }
 };
@@ -118,9 +134,26 @@ __device__ __forceinline__ void WithElement(void* data, LeafType type, int64_t e
 template <typename T, int kCapacity, typename F>
 __device__ __forceinline__ void WithLeaf(const SegmentTable<kCapacity>& table, const Place& place,
                                          uint32_t member, const F& f) {
+  const int64_t stride = table.stride_of(place.segment);
   return WithElement<T>(table.data[place.segment], place.type(),
-                        place.within + static_cast<int64_t>(member) * table.stride[place.segment],
-                        f);
+                        place.within + static_cast<int64_t>(member) * stride, f);
+}
+
+// False where a stride has no room, or there is a batch, and a table that has none for it.
+template <int kCapacity>
+bool FillStrides(const Layout& layout, const Leaves& leaves, int64_t first, int64_t count,
+                 Strides<kCapacity>& strides) {
+  if constexpr (Strides<kCapacity>::kServesBatches) {
+    for (int64_t i = 0; i < count; ++i) {
+      int64_t stride = 0;
+      if (layout.members > 1 && !leaves.empty())
+        stride = leaves.forms[layout.segments[first + i].leaf].stride;
+      if (stride > UINT32_MAX) return false;
+      strides.stride[i] = static_cast<uint32_t>(stride);
+    }
+    return true;
+  }
+  return layout.members <= 1;
 }
 
 // Fills what a table says of segments [first, first + count) of a layout: start, meta and stride.
@@ -138,18 +171,12 @@ bool FillSegments(const Layout& layout, const Leaves& leaves, Tag tag, int64_t f
     table.start[i] = static_cast<uint32_t>(segment.start / kLine<T>);
     table.start[i + 1] = static_cast<uint32_t>(end / kLine<T>);
     LeafType type = LeafType::kF32;
-    table.stride[i] = 0;
-    if (!leaves.empty()) {
-      const LeafForm& form = leaves.forms[segment.leaf];
-      type = form.type;
-      if (layout.members > 1 && form.stride > UINT32_MAX) return false;
-      table.stride[i] = layout.members > 1 ? static_cast<uint32_t>(form.stride) : 0;
-    }
+    if (!leaves.empty()) type = leaves.forms[segment.leaf].type;
     table.meta[i] = static_cast<uint32_t>(lines * kLine<T> - segment.size) |
                     static_cast<uint32_t>(type) << 5 |
                     static_cast<uint32_t>(tag == Tag::kGroup ? segment.group : segment.leaf) << 7;
   }
-  return true;
+  return FillStrides(layout, leaves, first, count, table);
 }
 
 // Fills table for segments [first, first + count) of a layout, in tiles of `tile` elements.

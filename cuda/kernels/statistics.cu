@@ -12,12 +12,11 @@ namespace {
 
 // The flag lies in the state's own counters, which are never uninitialised, unlike a workspace of
 // XLA's.
-template <typename T, bool kFromArena, int kCapacity>
+template <typename T, int kVectors, bool kFromArena, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     StatisticsKernel(const T* gradient, int64_t gradient_stride, int64_t size, int64_t members,
                      int32_t first_leaf, int32_t* ints,
                      const __grid_constant__ SegmentTable<kCapacity> table) {
-  constexpr int kVectors = kStatisticsVectors;
   const BlockPlace block = FindBlock(table, members);
   bool bad = false;
   // Looks at vectors of one segment, kTile apart: all loads go out before the first is used.
@@ -65,28 +64,44 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename T>
-cudaError_t Launch(const Layout& layout, const GradientOperands& gradients, int32_t first_leaf,
-                   int32_t* ints, const TableCache& tables, cudaStream_t stream) {
+template <typename T, int kVectors>
+cudaError_t LaunchVectors(const Layout& layout, const GradientOperands& gradients,
+                          int32_t first_leaf, int32_t* ints, const TableCache& tables,
+                          cudaStream_t stream) {
   const T* arena = static_cast<const T*>(gradients.arena);
-  return ForEachLaunch<T, kStatisticsVectors>(
+  return ForEachLaunch<T, kVectors>(
       layout, gradients.leaves, Tag::kLeaf, tables, [&](dim3 grid, const auto& table) {
         if (gradients.from_arena) {
-          StatisticsKernel<T, true><<<grid, kThreads, 0, stream>>>(
+          StatisticsKernel<T, kVectors, true><<<grid, kThreads, 0, stream>>>(
               arena, gradients.arena_stride, layout.size, layout.members, first_leaf, ints, table);
         } else {
-          StatisticsKernel<T, false><<<grid, kThreads, 0, stream>>>(
+          StatisticsKernel<T, kVectors, false><<<grid, kThreads, 0, stream>>>(
               nullptr, 0, layout.size, layout.members, first_leaf, ints, table);
         }
       });
 }
 
 template <typename T>
+cudaError_t Launch(const Layout& layout, const GradientOperands& gradients, int32_t first_leaf,
+                   int32_t* ints, const TableCache& tables, cudaStream_t stream) {
+  const bool small = layout.size < layout.num_segments * kStatisticsVectors * kTile;
+  return (small ? LaunchVectors<T, kSmallStatisticsVectors>
+                : LaunchVectors<T, kStatisticsVectors>)(layout, gradients, first_leaf, ints, tables,
+                                                        stream);
+}
+
+template <typename T, int kVectors, bool kFromArena>
+cudaError_t PreloadOf() {
+  return PreloadKernels(StatisticsKernel<T, kVectors, kFromArena, kSmallTable>,
+                        StatisticsKernel<T, kVectors, kFromArena, kMediumTable>,
+                        StatisticsKernel<T, kVectors, kFromArena, kLargeTable>);
+}
+
+template <typename T>
 cudaError_t Preload() {
-  return PreloadKernels(
-      StatisticsKernel<T, true, kSmallTable>, StatisticsKernel<T, true, kMediumTable>,
-      StatisticsKernel<T, true, kLargeTable>, StatisticsKernel<T, false, kSmallTable>,
-      StatisticsKernel<T, false, kMediumTable>, StatisticsKernel<T, false, kLargeTable>);
+  return FirstError(
+      {PreloadOf<T, kStatisticsVectors, true>, PreloadOf<T, kStatisticsVectors, false>,
+       PreloadOf<T, kSmallStatisticsVectors, true>, PreloadOf<T, kSmallStatisticsVectors, false>});
 }
 
 }  // namespace

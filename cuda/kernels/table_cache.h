@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
@@ -64,19 +65,20 @@ class TableCache {
 };
 
 // Calls f(capacity, first, count) for each launch, with the smallest capacity that fits, until one
-// fails.
+// fails. Only where `large` is true, the largest is among them.
 template <int kSmall, int kMedium, int kLarge, typename F>
-cudaError_t ForEachCapacity(int64_t num_segments, const F& f) {
+cudaError_t ForEachCapacity(int64_t num_segments, bool large, const F& f) {
+  const int64_t most = large ? kLarge : kMedium;
   // A layout without segments still has padding to look after: one launch with an empty table.
-  for (int64_t first = 0; first == 0 || first < num_segments; first += kLarge) {
-    const int64_t left = num_segments - first;
+  for (int64_t first = 0; first == 0 || first < num_segments; first += most) {
+    const int64_t count = std::min(num_segments - first, most);
     cudaError_t error;
-    if (left <= kSmall) {
-      error = f(std::integral_constant<int, kSmall>{}, first, left);
-    } else if (left <= kMedium) {
-      error = f(std::integral_constant<int, kMedium>{}, first, left);
+    if (count <= kSmall) {
+      error = f(std::integral_constant<int, kSmall>{}, first, count);
+    } else if (count <= kMedium) {
+      error = f(std::integral_constant<int, kMedium>{}, first, count);
     } else {
-      error = f(std::integral_constant<int, kLarge>{}, first, left < kLarge ? left : kLarge);
+      error = f(std::integral_constant<int, kLarge>{}, first, count);
     }
     if (error != cudaSuccess) return error;
   }
@@ -90,10 +92,11 @@ template <template <int> class Table, int kSmall, int kMedium, int kLarge, typen
           typename Launch>
 cudaError_t LaunchTables(const Layout& layout, std::initializer_list<const Leaves*> lists,
                          const TableCache& cache, const Fill& fill, const Launch& launch) {
+  const bool large = layout.members <= 1 || Table<kLarge>::kServesBatches;
   const TableCache::Tables& tables = cache.Once([&] {
     TableCache::Tables made;
     const cudaError_t error = ForEachCapacity<kSmall, kMedium, kLarge>(
-        layout.num_segments, [&](auto capacity, int64_t first, int64_t count) {
+        layout.num_segments, large, [&](auto capacity, int64_t first, int64_t count) {
           auto table = std::make_shared<Table<decltype(capacity)::value>>();
           if (!fill(first, count, *table)) return cudaErrorInvalidValue;
           made.launches.push_back(std::move(table));
@@ -106,7 +109,7 @@ cudaError_t LaunchTables(const Layout& layout, std::initializer_list<const Leave
   if (tables.launches.empty()) return cudaErrorInvalidValue;
   size_t number = 0;
   return ForEachCapacity<kSmall, kMedium, kLarge>(
-      layout.num_segments, [&](auto capacity, int64_t first, int64_t count) {
+      layout.num_segments, large, [&](auto capacity, int64_t first, int64_t count) {
         using Own = Table<decltype(capacity)::value>;
         Own table = *static_cast<const Own*>(tables.launches[number++].get());
         int column = 0;

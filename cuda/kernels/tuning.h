@@ -17,6 +17,9 @@ constexpr int64_t kTile = kVector * kThreads;  // elements a block
 // the copy rate on float32 and 0.46 on bfloat16. With four it reached 1.04 and 0.70, with
 // eight 1.04 and 0.90.
 constexpr int kStatisticsVectors = 8;
+// But where segments are smaller than a block's eight tiles, nearly every block meets several, and
+// a thread looks up each vector's alone.
+constexpr int kSmallStatisticsVectors = 1;
 
 // Norms: blocks that a multiprocessor must be able to hold, and how many vectors of two-byte
 // elements a thread has in flight (half as many of wider ones). A block waits for its place, its
@@ -31,10 +34,11 @@ constexpr int kTrustNormsMinBlocks = 3;  // with the weights' part, which has th
 constexpr int64_t kFinishBlocks = 512;
 
 // Segments a launch: kernel parameters are copied on every launch, so small models take a small
-// table. The largest one stays below the limit of 32,764 bytes for all parameters together.
+// table. The largest one stays below the limit of 32,764 bytes for all parameters together. It
+// holds so many since it has no room for what a batch needs, which takes several medium ones.
 constexpr int kSmallTable = 64;
 constexpr int kMediumTable = 448;
-constexpr int kLargeTable = 1536;
+constexpr int kLargeTable = 2000;
 constexpr int kLargePartialTable = 1280;  // of a reduction, whose table says more of a segment
 // Of an op with three leaves a segment.
 constexpr int kMediumTripleTable = 224;
