@@ -21,9 +21,10 @@ from bench_update import LEARNING_RATE, WEIGHT_DECAY
 
 import jaxrenaissance as jr
 from jaxrenaissance.bench.data import random_tree
+from jaxrenaissance.bench.loops import loop_times
 from jaxrenaissance.bench.report import check_writable, report, step_row
 from jaxrenaissance.bench.sides import Side, optax_step, our_step
-from jaxrenaissance.bench.timing import copy_rate, device_times
+from jaxrenaissance.bench.timing import copy_rate
 from jaxrenaissance.models import named_shapes
 
 LOSS_SCALE, MAX_NORM, EMA_DECAY = 1024.0, 1.0, 0.999
@@ -50,8 +51,10 @@ VARIANTS = {
 }
 
 
-def bench(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
+def bench(model: str, seconds: float, rounds: int) -> list[dict[str, Any]]:
     """The rows of one model."""
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(named_shapes(model)))
+    rate = copy_rate(BYTES_UPDATE * num_parameters)  # before the sides take their memory
     params = random_tree(named_shapes(model), 0, 0.1)
     gradients = {
         dtype: random_tree(named_shapes(model), 1, 0.01 * LOSS_SCALE, dtype)
@@ -75,24 +78,17 @@ def bench(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
     sides[OPTAX] = Side(
         optax_step(optimizer), (params, optimizer.init(params)), gradients[jnp.float32]
     )
-    loops = {name: side.loop(steps) for name, side in sides.items()}
-    times = {name: time.over(steps) for name, time in device_times(loops, rounds=rounds).items()}
-    del sides, loops
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(gradients[jnp.float32]))
-    rate = copy_rate(BYTES_UPDATE * num_parameters)
+    moved = {name: variant.bytes_per_parameter for name, variant in VARIANTS.items()}
+    moved[OPTAX] = BYTES_OPTAX
+    least = {name: nbytes * num_parameters / rate for name, nbytes in moved.items()}
+    times = loop_times(sides, counts, least, seconds, rounds)
     return [
         {
             "model": model,
             "parameters": num_parameters,
-            "leaves": len(jax.tree.leaves(gradients[jnp.float32])),
+            "leaves": len(jax.tree.leaves(params)),
             "side": name,
-            **step_row(
-                time,
-                times[OPTAX],
-                VARIANTS[name].bytes_per_parameter if name in VARIANTS else BYTES_OPTAX,
-                num_parameters,
-                rate,
-            ),
+            **step_row(time, times[OPTAX], moved[name], num_parameters, rate),
             "launches": counts.get(name),
         }
         for name, time in times.items()
@@ -103,17 +99,17 @@ def main() -> None:
     """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="gpt2,resnet50")
-    parser.add_argument("--steps", type=int, default=24, help="steps in a loop, 2 or 3 a round")
+    parser.add_argument("--seconds", type=float, default=0.02, help="of a loop, at the copy's rate")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     check_writable(args.json)
     if args.quick:
-        args.models, args.steps, args.rounds = "mlp", 2, 2
+        args.models, args.seconds, args.rounds = "mlp", 0.0, 2
     rows = []
     for model in args.models.split(","):
-        rows += bench(model, args.steps, args.rounds)
+        rows += bench(model, args.seconds, args.rounds)
         print(f"{model} done", flush=True)
     report("From gradients to new weights", rows, args.json)
 

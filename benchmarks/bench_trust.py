@@ -19,9 +19,10 @@ from bench_update import LEARNING_RATE, WEIGHT_DECAY
 
 import jaxrenaissance as jr
 from jaxrenaissance.bench.data import random_tree
+from jaxrenaissance.bench.loops import loop_times
 from jaxrenaissance.bench.report import check_writable, report, step_row
 from jaxrenaissance.bench.sides import Side, optax_step, our_step
-from jaxrenaissance.bench.timing import copy_rate, device_times
+from jaxrenaissance.bench.timing import copy_rate
 from jaxrenaissance.models import named_shapes
 
 FACTORIES = {
@@ -34,8 +35,10 @@ BYTES = {"lars": 28, "lamb": 48, "lion": 24}
 BYTES_OPTAX = {"lars": 28, "lamb": 40, "lion": 20}
 
 
-def bench(model: str, kind: str, steps: int, rounds: int) -> list[dict[str, Any]]:
+def bench(model: str, kind: str, seconds: float, rounds: int) -> list[dict[str, Any]]:
     """The rows of one model and optimizer."""
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(named_shapes(model)))
+    rate = copy_rate(BYTES[kind] * num_parameters)  # before the sides take their memory
     params = random_tree(named_shapes(model), 0, 0.1)
     gradients = random_tree(named_shapes(model), 1, 0.01, jnp.float32)
     ours, theirs = FACTORIES[kind]
@@ -46,19 +49,16 @@ def bench(model: str, kind: str, steps: int, rounds: int) -> list[dict[str, Any]
     if len(jax.tree.leaves(params)) <= MOST_LEAVES:
         sides[names[1]] = Side(optax_step(optimizer), (params, optimizer.init(params)), gradients)
     counts = {names[0]: sides[names[0]].compile().launches}
-    loops = {name: side.loop(steps) for name, side in sides.items()}
-    times = {name: time.over(steps) for name, time in device_times(loops, rounds=rounds).items()}
-    del sides, loops
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(gradients))
-    rate = copy_rate(BYTES[kind] * num_parameters)
-    nbytes = dict(zip(names, (BYTES[kind], BYTES_OPTAX[kind]), strict=True))
+    moved = dict(zip(names, (BYTES[kind], BYTES_OPTAX[kind]), strict=True))
+    least = {name: nbytes * num_parameters / rate for name, nbytes in moved.items()}
+    times = loop_times(sides, counts, least, seconds, rounds)
     return [
         {
             "model": model,
             "parameters": num_parameters,
             "leaves": len(jax.tree.leaves(gradients)),
             "side": name,
-            **step_row(time, times.get(names[1]), nbytes[name], num_parameters, rate),
+            **step_row(time, times.get(names[1]), moved[name], num_parameters, rate),
             "launches": counts.get(name),
         }
         for name, time in times.items()
@@ -69,18 +69,18 @@ def main() -> None:
     """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="resnet50,many2000")
-    parser.add_argument("--steps", type=int, default=24, help="steps in a loop, 2 or 3 a round")
+    parser.add_argument("--seconds", type=float, default=0.02, help="of a loop, at the copy's rate")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     check_writable(args.json)
     if args.quick:
-        args.models, args.steps, args.rounds = "mlp", 2, 2
+        args.models, args.seconds, args.rounds = "mlp", 0.0, 2
     rows = []
     for model in args.models.split(","):
         for kind in FACTORIES:
-            rows += bench(model, kind, args.steps, args.rounds)
+            rows += bench(model, kind, args.seconds, args.rounds)
             print(f"{model}, {kind} done", flush=True)
     report("Trust ratios and signs", rows, args.json)
 

@@ -6,6 +6,8 @@ What it measures here means nothing; seconds are compared with nothing.
 import importlib.util
 import json
 import os
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +18,14 @@ from scripts import run_python
 
 import jaxrenaissance as jr
 from jaxrenaissance.__main__ import main
-from jaxrenaissance.bench import command, libraries, report, timing
+from jaxrenaissance.bench import command, launches, libraries, report, timing
 from jaxrenaissance.bench.columns import bench_lines
 from jaxrenaissance.bench.data import POOL, random_tree, random_values, shapes_of
 from jaxrenaissance.bench.kinds import KINDS
 from jaxrenaissance.bench.libraries import contestants, fits
-from jaxrenaissance.bench.run import QUICK, ratio_columns, rivals_of, steps_in_a_loop
-from jaxrenaissance.bench.sides import (
-    Side,
-    count_launches,
-    looped,
-    optax_step,
-    our_step,
-    steps_a_round,
-)
+from jaxrenaissance.bench.loops import Loop, loop_for, looped
+from jaxrenaissance.bench.run import QUICK, ratio_columns, rivals_of
+from jaxrenaissance.bench.sides import Side, optax_step, our_step
 from jaxrenaissance.bench.timing import Seconds
 
 WORDS = ("model", "optimizer", "library", "backend", "device")
@@ -121,12 +117,30 @@ def test_a_ratio_within_the_spreads_is_a_tie(ours, theirs, ratio, tie):
     assert ratio_columns("", ours, theirs) == {"ratio_to_optax": ratio, "tie": tie}
 
 
-def test_a_loop_has_whole_rounds_of_two_and_three_steps_within_bounds():
-    for call in (1e-7, 1e-3, 3.3e-3, 0.1, 10.0):
-        steps = steps_in_a_loop(Seconds(call, 0.0), 0.05)
-        assert steps % 6 == 0
-        assert 6 <= steps <= 96
-    assert steps_in_a_loop(Seconds(1e-3, 0.0), 0.05) == 48
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+@pytest.mark.parametrize("count", [None, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("least", [0.0, 1e-5, 1e-4, 1e-2])
+def test_a_loop_has_whole_rounds_that_are_captured(on_gpu, count, least):
+    loop = loop_for(count, least, 0.02)
+    assert loop.steps % loop.unroll == 0
+    assert loop.unroll * (count or 5) >= 5
+    assert 2 <= loop.unroll <= 8
+    assert 6 <= loop.steps < 960 + loop.unroll
+
+
+def test_a_loop_is_as_long_as_was_asked(on_gpu):
+    assert loop_for(3, 95e-6, 0.02) == (200, 2)
+    assert loop_for(2, 95e-6, 0.02) == (201, 3)
+    assert loop_for(3, 15e-6, 0.02) == (960, 5)
+    assert loop_for(3, 0.1, 0.02) == (6, 2)
+
+
+def test_a_round_on_a_cpu_is_one_step():
+    assert loop_for(2, 95e-6, 0.001) == (10, 1)
 
 
 class Machine:
@@ -164,6 +178,11 @@ def machine(monkeypatch):
     """One whose clock the timing goes by."""
     machine = Machine()
     monkeypatch.setattr(timing.time, "perf_counter", machine.perf_counter)
+
+    def pass_time(seconds):
+        machine.now += seconds
+
+    monkeypatch.setattr(timing, "_keep_busy", pass_time)
     return machine
 
 
@@ -187,7 +206,7 @@ def test_the_host_part_ends_before_the_device(machine):
 
 def test_a_call_returns_the_state_and_flattens_nothing(monkeypatch):
     side = Side(lambda state, x: {"a": state["a"] + x}, {"a": jnp.zeros(3)}, 1.0)
-    loop = side.loop(6)
+    loop = side.loop(Loop(6, 1))
     side(), loop()
 
     def never(*_, **__):
@@ -220,7 +239,7 @@ def test_steps_in_a_loop_are_the_same_as_calls(optimizer):
     ):
         for _ in range(6):
             alone.side()
-        loop = in_a_loop.side.loop(6)
+        loop = in_a_loop.side.loop(Loop(6, 1))
         assert loop is not None
         loop()
         for a, b in zip(
@@ -233,7 +252,7 @@ def test_xla_makes_no_single_pass_of_two_steps():
     optimizer = KINDS["sgd"].optax()
     params = random_tree(shapes_of("1x1000"), 0, 0.1)
     state = (params, optimizer.init(params))
-    program = looped(optax_step(optimizer), 4, 1).lower(state, params).compile().as_text()
+    program = looped(optax_step(optimizer), Loop(4, 1)).lower(state, params).compile().as_text()
     fusions = program.split("\n\n")
     updates = [text for text in fusions if "f32[1000]{0} add(" in text]
     assert updates
@@ -280,22 +299,23 @@ def test_optax_keeps_the_update_of_lamb():
 @pytest.mark.skipif(not NATIVE, reason="its programs have no calls of ours")
 @pytest.mark.parametrize(
     ("optimizer", "model", "on_gpu"),
-    # The look for non-finite values and the update take 1,536 segments a launch, norms 1,280.
+    # The look for non-finite values and the update take 2,000 segments a launch, norms 1,280.
     [
-        ("adamw", "1536x8", 3),
-        ("adamw", "many2000", 2 + 1 + 2),
+        ("adamw", "many2000", 3),
+        ("adamw", "2001x8", 2 + 1 + 2),
         ("lars", "1280x8", 3),
-        ("lars", "1300x8", 2 + 1 + 1),
-        ("lars", "many2000", 2 + 1 + 2),
-        ("lamb", "many2000", 2 + 1 + 2 + 1 + 2),
+        ("lars", "many2000", 2 + 1 + 1),
+        ("lars", "2001x8", 2 + 1 + 2),
+        ("lamb", "2001x8", 2 + 1 + 2 + 1 + 2),
     ],
 )
 def test_more_segments_than_a_table_holds_are_more_launches(optimizer, model, on_gpu):
     params = random_tree(shapes_of(model), 0, 0.1)
     state = jr.TrainState.create(params, KINDS[optimizer].ours(True))
     program = jax.jit(our_step).lower(state, params).compile().as_text()
-    assert count_launches(program, on_gpu=True) == on_gpu
-    assert count_launches(program, on_gpu=False) == {"adamw": 3, "lars": 3, "lamb": 5}[optimizer]
+    calls = {"adamw": 3, "lars": 3, "lamb": 5}[optimizer]
+    assert launches.count_launches(program, on_gpu=True) == on_gpu
+    assert launches.count_launches(program, on_gpu=False) == calls
 
 
 @pytest.mark.skipif(not NATIVE, reason="its programs have no calls of ours")
@@ -304,14 +324,27 @@ def test_changes_have_smaller_tables():
     optimizer = jr.adamw(1e-3)
     update = jax.jit(optimizer.update)
     program = update.lower(params, optimizer.init(params), params).compile().as_text()
-    assert count_launches(program, on_gpu=False) == 3
-    assert count_launches(program, on_gpu=True) == 4
+    assert launches.count_launches(program, on_gpu=False) == 3
+    assert launches.count_launches(program, on_gpu=True) == 4
 
 
-def test_a_round_of_a_loop_is_captured():
-    assert [steps_a_round(n, on_gpu=True) for n in (2, 3, 4, 5, 8)] == [3, 2, 2, 2, 2]
-    assert steps_a_round(0, on_gpu=True) == 2
-    assert steps_a_round(2, on_gpu=False) == 1
+def test_table_sizes_are_those_of_the_kernels():
+    text = (Path(__file__).parent.parent / "cuda/kernels/tuning.h").read_text()
+    sizes = dict(re.findall(r"constexpr int k(\w+Table) = (\d+);", text))
+    assert int(sizes["LargeTable"]) == launches.SEGMENTS_OF_OTHERS
+    assert int(sizes["MediumTable"]) == launches.OF_OTHERS_IN_A_BATCH
+    for op, most in launches.SEGMENTS_A_LAUNCH.items():
+        name = "LargeTripleTable" if op == "changes" else "LargePartialTable"
+        assert most == int(sizes[name])
+
+
+@pytest.mark.skipif(not NATIVE, reason="its programs have no calls of ours")
+def test_a_batch_has_smaller_tables():
+    params = random_tree(shapes_of("500x8"), 0, 0.1)
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), params)
+    states = jax.vmap(lambda p: jr.TrainState.create(p, KINDS["adamw"].ours(False)))(many)
+    program = jax.jit(jax.vmap(our_step)).lower(states, many).compile().as_text()
+    assert launches.count_launches(program, on_gpu=True) == 1 + 2
 
 
 def error(capsys, *arguments):

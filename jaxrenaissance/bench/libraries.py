@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ..train_state import TrainState
 from .data import random_tree
 from .kinds import Kind
+from .loops import Loop
 from .sides import Side, optax_step, our_step
 from .timing import wait
 
@@ -45,7 +46,7 @@ class Stepper(Protocol):
         """Starts a step and returns what `jax.block_until_ready` waits for."""
         ...
 
-    def loop(self, steps: int) -> Callable[[], Any] | None:
+    def loop(self, loop: Loop) -> Callable[[], Any] | None:
         """What starts several steps that need nothing of the host, where there is such a thing."""
         ...
 

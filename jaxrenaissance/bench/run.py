@@ -8,11 +8,10 @@ import jax
 from .data import shapes_of
 from .kinds import KINDS
 from .libraries import OPTAX, Contestant, contestants, those_with
+from .loops import loop_for
 from .report import device_name
 from .timing import Seconds, alternate, call_times, copy_rate, device_times, wait
 
-STEPS_MULTIPLE = 6  # a round of the loop has two steps or three
-FEWEST_STEPS, MOST_STEPS = 6, 96
 MOST_LEAVES_IN_A_LOOP = 1000  # of programs with an operation a leaf: more take XLA minutes
 
 
@@ -23,13 +22,13 @@ class Effort(NamedTuple):
     call_seconds: float
     """That a round of calls lasts at least."""
     loop_seconds: float
-    """That a loop of steps lasts about."""
+    """That a loop of steps lasts about, where they go at the copy's rate."""
     optax_leaves: int
     """With more, optax is left out: XLA takes minutes to compile its step."""
 
 
-FULL = Effort(rounds=15, call_seconds=0.05, loop_seconds=0.1, optax_leaves=2000)
-QUICK = Effort(rounds=5, call_seconds=0.02, loop_seconds=0.02, optax_leaves=1000)
+FULL = Effort(rounds=15, call_seconds=0.05, loop_seconds=0.02, optax_leaves=2000)
+QUICK = Effort(rounds=5, call_seconds=0.02, loop_seconds=0.005, optax_leaves=1000)
 
 PHASES = 4
 """How often `bench` says what it does next."""
@@ -71,19 +70,20 @@ def bench(
     calls = alternate(sides, rounds=effort.rounds, seconds=effort.call_seconds)
     hosts = call_times(sides, effort.rounds)
     phase("loops")
-    loops, steps = {}, {}
+    started, loops = {}, {}
     for name, entry in entered.items():
         if entry.facts.backend == "xla" and len(sizes) > MOST_LEAVES_IN_A_LOOP:
             continue
-        steps[name] = steps_in_a_loop(calls[name], effort.loop_seconds)
+        least = entry.bytes_per_parameter * sum(sizes) / rate
+        loop = loop_for(entry.facts.launches, least, effort.loop_seconds)
         try:
-            if (loop := entry.side.loop(steps[name])) is not None:
-                wait(loop())
-                loops[name] = loop
+            if (start := entry.side.loop(loop)) is not None:
+                wait(start())
+                started[name], loops[name] = start, loop
         except Exception as error:  # no memory for it; the times of calls are there
             failed(f"{name}, loop", error)
-    whole = device_times(loops, rounds=effort.rounds, seconds=effort.call_seconds)
-    devices = {name: time.over(steps[name]) for name, time in whole.items()}
+    whole = device_times(started, rounds=effort.rounds, seconds=effort.call_seconds)
+    devices = {name: time.over(loops[name].steps) for name, time in whole.items()}
 
     rows = []
     for name, entry in entered.items():
@@ -106,12 +106,6 @@ def bench(
             }
         )
     return rows
-
-
-def steps_in_a_loop(call: Seconds, seconds: float) -> int:
-    """How many steps take about so many seconds, in whole rounds."""
-    steps = min(max(seconds / call.median, FEWEST_STEPS), MOST_STEPS)
-    return STEPS_MULTIPLE * round(steps / STEPS_MULTIPLE)
 
 
 def time_columns(name: str, time: Seconds | None) -> dict[str, float | None]:

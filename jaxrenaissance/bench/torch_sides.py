@@ -13,6 +13,7 @@ import torch
 
 from .kinds import LEARNING_RATE
 from .libraries import Facts
+from .loops import Loop
 
 GRAPH_WARM_UP_STEPS = 3  # as torch asks for before a capture
 
@@ -88,7 +89,7 @@ class TorchSide:
         self.optimizer.step()
         return _Pending(self.on_gpu)
 
-    def loop(self, steps: int) -> Callable[[], Any] | None:
+    def loop(self, loop: Loop) -> Callable[[], Any] | None:
         """None: without a graph, each step is the host's to start."""
         return None
 
@@ -135,9 +136,9 @@ class CapturedSide(TorchSide):
         self.graph.replay()
         return _Pending(self.on_gpu)
 
-    def loop(self, steps: int) -> Callable[[], Any]:
+    def loop(self, loop: Loop) -> Callable[[], Any]:
         """Replays a graph of several steps."""
-        graph = self._capture(steps)
+        graph = self._capture(loop.steps)
 
         def replay() -> _Pending:
             graph.replay()
