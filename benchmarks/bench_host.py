@@ -2,8 +2,9 @@
 
     python benchmarks/bench_host.py [--json FILE]
 
-The host time is that of the call alone: the step before it has ended when it starts, and its own
-end is not waited for. The floor is a jitted, donated function of as many tiny buffers.
+The host time is that of the call alone, which follows one of the same step: that one has ended
+when it starts, and its own end is not waited for. The floor is a jitted, donated function of as
+many tiny buffers.
 """
 
 import argparse

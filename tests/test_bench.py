@@ -182,7 +182,7 @@ def machine(monkeypatch):
     def pass_time(seconds):
         machine.now += seconds
 
-    monkeypatch.setattr(timing, "_keep_busy", pass_time)
+    monkeypatch.setattr(timing, "_stay_awake", pass_time)
     return machine
 
 

@@ -110,13 +110,15 @@ def wait(result: Any) -> None:
 def call_times(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Seconds]:
     """Seconds until a call returns, the device being idle before it, and the host awake.
 
-    A processor that has waited for a device is slow at first. How long it waited is the other
-    sides' affair, so before each call it is kept busy as long.
+    In training, a step follows itself. So each side makes a call before the one that counts, which
+    brings back what the other sides have put out of the processor's caches. And a processor that
+    has waited for a device is slow at first; before the call that counts it is kept awake.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(rounds + WARM_UP_CALLS):
         for name, side in sides.items():
-            _keep_busy(AWAKE_SECONDS)
+            wait(side())
+            _stay_awake(AWAKE_SECONDS)
             start = time.perf_counter()
             result = side()
             end = time.perf_counter()
@@ -126,10 +128,10 @@ def call_times(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str,
     return {name: summary(values) for name, values in times.items()}
 
 
-def _keep_busy(seconds: float) -> None:
+def _stay_awake(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        pass
+        time.sleep(0)  # other threads, which free buffers, may have the interpreter meanwhile
 
 
 def summary(values: list[float]) -> Seconds:
