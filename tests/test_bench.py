@@ -71,6 +71,11 @@ def test_rows_have_all_keys_and_positive_numbers(quick_run):
     assert [row["bytes_per_parameter"] for row in rows] == [32, 28, 28, 28, 28, 28]
 
 
+@pytest.mark.parametrize("nbytes", [8, 24, 10**6])
+def test_the_copy_has_a_rate_however_few_bytes(nbytes):
+    assert 0 < timing.copy_rate(nbytes, rounds=1) < 1e15
+
+
 def test_launches_are_ours_alone(quick_run):
     _, rows, _ = quick_run
     expected = [3, 2, None, 3, 3, None] if NATIVE else [None] * 6

@@ -16,9 +16,11 @@ from arenas import (
 )
 
 from jaxrenaissance import ops
+from jaxrenaissance import scalars as s
 
 SIZE, IS_DOUBLE = 64, 0
 SEGMENT = (0, 40, 0, 0, 0)  # start, size, leaf, offset in it, group
+WORKSPACE = jax.ShapeDtypeStruct((4,), np.int32)  # of one segment and partial
 
 
 def unpack(layout, dtype="float32", **attributes):
@@ -75,6 +77,43 @@ def test_buffers_that_do_not_fit_are_refused_every_time(layout, dtype, message, 
     for _ in range(2):
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxrenaissance: {message}"):
             jax.block_until_ready(run(*put_all([np.zeros(SIZE, np.float32)])))
+
+
+@native_backends
+def test_sums_want_to_know_the_segments_of_their_workspaces(backend):
+    shapes = [jax.ShapeDtypeStruct((s.HEADER + 2 * s.ROW,), np.float32), WORKSPACE]
+    call = jax.ffi.ffi_call(
+        "jaxrenaissance_finish_update_v1", shapes, input_output_aliases={0: 0, 1: 1}
+    )
+    attributes = {"members": np.int64(1), "shared": np.array([-1])}
+    run = jax.jit(lambda *arrays: call(*arrays, **attributes))
+    message = "jaxrenaissance: attribute segments is missing"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(run(*put_all([np.zeros(x.shape, x.dtype) for x in shapes])))
+
+
+@native_backends
+@pytest.mark.parametrize(
+    ("floats", "dtype", "message"),
+    [
+        (s.HEADER + 2 * s.ROW, "int32", "leaf 0 has a dtype that is not supported"),
+        (s.HEADER - 1, "float32", "floats are not a header and rows"),
+    ],
+)
+def test_changes_of_what_is_wrong_before_the_weights_are_read(floats, dtype, message, backend):
+    leaves = [jax.ShapeDtypeStruct((32,), np.float32)] * 3
+    call = jax.ffi.ffi_call("jaxrenaissance_changes_sgd_v1", leaves)
+    attributes = {
+        name: np.int64(x) for name, x in {"members": 1, "weights": 1, "ratios": 0}.items()
+    }
+    segments = [(32 * i, 32, i, 0, 0) for i in range(3)]
+    layout = np.array([96, IS_DOUBLE, *np.ravel(segments)])
+    shared = np.array([-1])
+    run = jax.jit(lambda *arrays: call(*arrays, layout=layout, shared=shared, **attributes))
+    gradients, weights = [np.zeros(32, dtype)] * 3, [np.zeros(32, np.float32)] * 3
+    arguments = put_all([np.zeros(floats, np.float32), *gradients, *weights])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxrenaissance: {message}"):
+        jax.block_until_ready(run(*arguments))
 
 
 @native_backends

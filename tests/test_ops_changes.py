@@ -62,6 +62,24 @@ def test_changes_and_moments_are_those_of_the_update(kind, dtype, backend):
             assert_same_bits(x, y)
 
 
+@native_backends
+@pytest.mark.parametrize("kind", KINDS)
+def test_leaves_of_many_chunks_are_those_of_small_ones(kind, backend):
+    rng = np.random.default_rng(6)
+    size, pieces = 1536, 200  # no piece ends where a chunk does
+    large, small = make_layout([(size * pieces,)]), make_layout([(size,)] * pieces)
+    dtype = np.dtype(BFLOAT16)
+    (gradient,), (weight,) = (random_leaves(large, rng, [dtype]) for _ in range(2))
+    _, *moments = random_states(large, kind, rng)
+    floats = make_floats(DECAY, step=3, factor=0.625)
+    cut = [np.split(x, pieces) for x in (gradient, weight)]
+    got = changes(kind, large, floats, moments, [gradient], [weight], [dtype], backend=backend)
+    wanted = changes(kind, small, floats, moments, *cut, [dtype] * pieces, backend=backend)
+    for x, y in zip(got[0], wanted[0], strict=True):
+        assert_same_bits(x, y)
+    assert_same_bits(got[1][0], np.concatenate(wanted[1]))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_weights_they_are_zero(kind, backend):
     rng = np.random.default_rng(1)

@@ -23,7 +23,8 @@ from arenas import (
 
 from jaxrenaissance import ops, scalars
 
-# Blocks of CUDA's threads take 1024 elements, chunks of the CPU's 65,536.
+# Blocks of CUDA's threads take 1024 elements, chunks of the CPU's 16,384; two threads
+# share the work from 8 or 16 chunks on.
 FEW = {
     "empty first": [(0,), (5,), (33,)],
     "empty last": [(5,), (33,), (0, 4)],
@@ -40,9 +41,11 @@ SHAPES = FEW | {
     "one tile": [(1024,)],
     "one tile and one": [(1025,), (1024,), (1023,)],
     "ends on a tile": [(31,), (992,), (7,), (2016,), (3,)],
-    "one chunk": [(65_536,)],
-    "one chunk and one": [(65_537,), (65_535,)],
-    "ends on a chunk": [(1,), (65_504,), (2,), (131_040,), (3,)],
+    "one chunk": [(16_384,)],
+    "one chunk and one": [(16_385,), (16_383,)],
+    "ends on a chunk": [(1,), (16_352,), (2,), (32_736,), (3,)],
+    "chunks for two threads": [(262_144,)],
+    "chunks for two threads and one": [(1,), (262_145,)],
 }
 
 

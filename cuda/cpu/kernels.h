@@ -7,8 +7,8 @@
 
 namespace jaxrenaissance {
 
-// One contiguous stretch of one segment. Scalars as they lie in the scalar arena;
-// `floats_are_double` says in which type.
+// One contiguous stretch of one segment. `floats` are the scalars of its member, in the type for
+// which the kernel was chosen.
 struct UpdateStretch {
   void* weights;
   void* changes;  // where `change` puts what is to be added to the weights, which then stay

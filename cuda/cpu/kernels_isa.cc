@@ -1,5 +1,7 @@
 // The loops, compiled once per instruction set with JR_ISA set to its name. Everything here has
 // internal linkage or is always inlined, so that the linker cannot mix the sets.
+#include <type_traits>
+
 #include "core/reduction.h"
 #include "core/update.h"
 #include "cpu/kernels.h"
@@ -22,6 +24,16 @@ JR_HD void PrefetchBlock(const T* block) {
   }
 }
 
+// Calls f(first, own) for each block. `own` is a constant for all blocks but a shorter last one, so
+// that the compiler unrolls the loop over it.
+template <typename F>
+JR_HD void ForEachBlock(int64_t count, const F& f) {
+  int64_t block = 0;
+  for (; block + kBlock <= count; block += kBlock)
+    f(block, std::integral_constant<int64_t, kBlock>{});
+  if (block < count) f(block, count - block);
+}
+
 template <typename T, typename S>
 GroupScalars<T> ScalarsOf(const UpdateStretch& stretch) {
   const S* row = static_cast<const S*>(stretch.floats) + RowStart(stretch.group);
@@ -41,12 +53,12 @@ void Update(const UpdateStretch& stretch) {
   T* __restrict v = static_cast<T*>(stretch.moments[1]);
   T* __restrict e = static_cast<T*>(stretch.ema);
   const G* __restrict g = static_cast<const G*>(stretch.gradient);
-  for (int64_t block = 0; block < stretch.count; block += kBlock) {
+  ForEachBlock(stretch.count, [&](int64_t block, auto own) {
     PrefetchBlock(g + block);
     PrefetchBlock(w + block);
     if constexpr (Rule::kMoments > 0) PrefetchBlock(m + block);
     if constexpr (Rule::kMoments > 1) PrefetchBlock(v + block);
-    const int64_t end = block + kBlock < stretch.count ? block + kBlock : stretch.count;
+    const int64_t end = block + own;
     for (int64_t i = block; i < end; ++i) {
       T wi = w[i], mi{}, vi{};
       if constexpr (Rule::kMoments > 0) mi = m[i];
@@ -66,7 +78,7 @@ void Update(const UpdateStretch& stretch) {
       PrefetchBlock(e + block);
       for (int64_t i = block; i < end; ++i) e[i] = Lerp(e[i], w[i], call.one_minus_ema);
     }
-  }
+  });
 }
 
 // The sums of a chunk's lanes, as core/reduction.h has them.

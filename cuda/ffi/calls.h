@@ -23,7 +23,6 @@ inline void DecodeRatios(Decoder& decoder, const Layout& layout, const Floats& f
   operands.ratios_stride = ratios.stride;
 }
 
-// Arenas that are only read come in the same order as those that an update writes.
 inline UpdateCall DecodeUpdate(Decoder& decoder, int moments) {
   UpdateCall call{};
   call.layout = decoder.ReadLayout();
@@ -64,6 +63,7 @@ inline ChangesCall DecodeChanges(Decoder& decoder, int moments) {
   call.changes = decoder.ResultLeaves(call.layout, moments);
   Leaves& gradients = operands.gradients.leaves;
   gradients = decoder.RemainingLeaves(call.layout);
+  if (!decoder.ok()) return call;  // leaves that were not read have no forms
   if (decoder.Attribute(&Attributes::weights) != 0) {
     const int64_t half = gradients.size() / 2;
     const auto middle = gradients.data.begin() + half;
@@ -88,6 +88,7 @@ struct UpdateNormsCall {
   int32_t* of_weights;  // null where it is not the update before its learning rate
 };
 
+// The arenas are only read, and come in the order of those that an update writes.
 inline UpdateNormsCall DecodeUpdateNorms(Decoder& decoder, int moments) {
   UpdateNormsCall call{};
   call.layout = decoder.ReadLayout();
@@ -151,6 +152,7 @@ inline NormsCall DecodeAccumulate(Decoder& decoder) {
 // The workspaces from result `first` on.
 inline Workspaces DecodeWorkspaces(Decoder& decoder, int64_t first) {
   Workspaces workspaces{};
+  decoder.Require(decoder.program().has_workspaces, "attribute segments is missing");
   const std::vector<int64_t>& segments = decoder.program().workspace_segments;
   decoder.Require(segments.size() <= kMaxSums * kMaxArenas, "more workspaces than arenas");
   for (size_t k = 0; decoder.ok() && k < segments.size(); ++k) {

@@ -23,8 +23,8 @@ ffi::Future Statistics(ffi::ThreadPool pool, const CpuProgram* program, ffi::Rem
   StatisticsCall call = DecodeStatistics(decoder);
   const int64_t first_leaf = decoder.Attribute(&Attributes::first_leaf);
   if (!decoder.ok()) return Failed(decoder.error());
-  const int64_t chunks = program->NumChunks();
-  return ForEachChunk(pool, chunks, [program, call = std::move(call), first_leaf](int64_t chunk) {
+  const Sweep sweep{pool, program->NumChunks(), Work::kLight};
+  return ForEachChunk(sweep, [program, call = std::move(call), first_leaf](int64_t chunk) {
     ForEachStretch(
         *program, chunk, [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
           LeafType type;

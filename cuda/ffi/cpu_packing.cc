@@ -12,8 +12,8 @@ ffi::Future Unpack(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remaini
   Decoder decoder(args, rets, *program);
   UnpackCall call = DecodeUnpack(decoder);
   if (!decoder.ok()) return Failed(decoder.error());
-  const int64_t chunks = program->NumChunks();
-  return ForEachChunk(pool, chunks, [program, call = std::move(call)](int64_t chunk) {
+  const Sweep sweep{pool, program->NumChunks(), Work::kLight};
+  return ForEachChunk(sweep, [program, call = std::move(call)](int64_t chunk) {
     ForEachStretch(
         *program, chunk, [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
           const Leaf& leaf = call.leaves[segment.leaf];
@@ -30,8 +30,8 @@ ffi::Future Pack(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remaining
   Decoder decoder(args, rets, *program);
   PackCall call = DecodePack(decoder);
   if (!decoder.ok()) return Failed(decoder.error());
-  const int64_t chunks = program->NumChunks();
-  return ForEachChunk(pool, chunks, [program, call = std::move(call)](int64_t chunk) {
+  const Sweep sweep{pool, program->NumChunks(), Work::kLight};
+  return ForEachChunk(sweep, [program, call = std::move(call)](int64_t chunk) {
     const int64_t item = ArenaItem(call.layout.is_double);
     const int64_t chunks_of_member = program->chunks_of_member();
     const int64_t member_of_chunk = chunk / chunks_of_member;
@@ -60,8 +60,8 @@ ffi::Future LerpArenas(ffi::ThreadPool pool, const CpuProgram* program, ffi::Rem
   Decoder decoder(args, rets, *program);
   LerpCall call = DecodeLerp(decoder);
   if (!decoder.ok()) return Failed(decoder.error());
-  const int64_t chunks = program->NumChunks();
-  return ForEachChunk(pool, chunks, [program, call = std::move(call)](int64_t chunk) {
+  const Sweep sweep{pool, program->NumChunks(), Work::kLight};
+  return ForEachChunk(sweep, [program, call = std::move(call)](int64_t chunk) {
     const LerpOperands& operands = call.operands;
     const bool is_double = call.layout.is_double;
     const int64_t item = ArenaItem(is_double);

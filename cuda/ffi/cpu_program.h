@@ -11,7 +11,7 @@ namespace jaxrenaissance {
 
 // Elements a chunk: large enough that taking one costs nothing, small enough that threads end
 // together.
-constexpr int64_t kChunk = 1 << 16;
+constexpr int64_t kChunk = 1 << 14;
 // A task of a reduction is as many partials as a chunk has, at most.
 constexpr int64_t kPartialsATask = kChunk / kPartialElements;
 

@@ -1,4 +1,4 @@
-// A handler's work in chunks on XLA's thread pool: stretches of segments, or partials of a
+// A handler's work on XLA's thread pool: in chunks of the arena, or in tasks of a few partials of a
 // reduction. The program outlives its executions, so that the work may refer to it.
 #pragma once
 
@@ -38,44 +38,43 @@ void ForEachStretch(const CpuProgram& program, int64_t chunk, const F& f) {
 // The sums of one chunk, for each workspace.
 using ChunkSums = std::array<double, kMaxSums>;
 
-// Calls sum(member, segment, low, high) for each chunk of the partials' tree in a task's partials,
-// and writes these to the workspaces that are there.
+// Calls sum(member, segment, low, high) for each chunk of core/reduction.h, adds up what it returns
+// to partials, and writes these to the workspaces that are there.
 template <typename F>
 ffi::Future ForEachPartial(ffi::ThreadPool pool, const CpuProgram& program,
                            const std::array<Workspace, kMaxSums>& workspaces, const F& sum) {
   const int64_t tasks = program.tasks_of_member();
-  return ForEachChunk(
-      pool, tasks * program.layout.members, [&program, workspaces, sum, tasks](int64_t task) {
-        const Layout& layout = program.layout;
-        const std::vector<int64_t>& firsts = program.first_partials;
-        const int64_t partials = firsts.back();
-        const int64_t member = task / tasks;
-        int64_t partial = task % tasks * kPartialsATask;
-        const int64_t end = std::min(partial + kPartialsATask, partials);
-        auto i = static_cast<size_t>(program.task_segments[static_cast<size_t>(task % tasks)]);
-        for (; partial < end; ++partial) {
-          while (firsts[i + 1] <= partial) ++i;
-          const Segment& segment = layout.segments[i];
-          double sums[kMaxSums][kPartialChunks] = {};
-          const int64_t first = (partial - firsts[i]) * kPartialElements;
-          for (int64_t c = 0; c < kPartialChunks; ++c) {
-            const int64_t low = first + c * kChunkElements;
-            const int64_t high = std::min(low + kChunkElements, segment.size);
-            if (low >= high) break;
-            const ChunkSums own = sum(member, segment, segment.start + low, segment.start + high);
-            for (int k = 0; k < kMaxSums; ++k) sums[k][c] = own[static_cast<size_t>(k)];
-          }
-          for (int k = 0; k < kMaxSums; ++k) {
-            const Workspace& workspace = workspaces[static_cast<size_t>(k)];
-            if (workspace.data == nullptr) continue;
-            int32_t* words = workspace.data + member * workspace.stride;
-            PartialsOf(words, layout.num_segments)[partial] = SumOfEight(sums[k]);
-            if (partial == firsts[i]) words[i] = static_cast<int32_t>(partial);
-            if (partial + 1 == partials)
-              words[layout.num_segments] = static_cast<int32_t>(partials);
-          }
-        }
-      });
+  const Sweep sweep{pool, tasks * program.layout.members, Work::kHeavy};
+  return ForEachChunk(sweep, [&program, workspaces, sum, tasks](int64_t task) {
+    const Layout& layout = program.layout;
+    const std::vector<int64_t>& firsts = program.first_partials;
+    const int64_t partials = firsts.back();
+    const int64_t member = task / tasks;
+    int64_t partial = task % tasks * kPartialsATask;
+    const int64_t end = std::min(partial + kPartialsATask, partials);
+    auto i = static_cast<size_t>(program.task_segments[static_cast<size_t>(task % tasks)]);
+    for (; partial < end; ++partial) {
+      while (firsts[i + 1] <= partial) ++i;
+      const Segment& segment = layout.segments[i];
+      double sums[kMaxSums][kPartialChunks] = {};
+      const int64_t first = (partial - firsts[i]) * kPartialElements;
+      for (int64_t c = 0; c < kPartialChunks; ++c) {
+        const int64_t low = first + c * kChunkElements;
+        const int64_t high = std::min(low + kChunkElements, segment.size);
+        if (low >= high) break;
+        const ChunkSums own = sum(member, segment, segment.start + low, segment.start + high);
+        for (int k = 0; k < kMaxSums; ++k) sums[k][c] = own[static_cast<size_t>(k)];
+      }
+      for (int k = 0; k < kMaxSums; ++k) {
+        const Workspace& workspace = workspaces[static_cast<size_t>(k)];
+        if (workspace.data == nullptr) continue;
+        int32_t* words = workspace.data + member * workspace.stride;
+        PartialsOf(words, layout.num_segments)[partial] = SumOfEight(sums[k]);
+        if (partial == firsts[i]) words[i] = static_cast<int32_t>(partial);
+        if (partial + 1 == partials) words[layout.num_segments] = static_cast<int32_t>(partials);
+      }
+    }
+  });
 }
 
 }  // namespace jaxrenaissance

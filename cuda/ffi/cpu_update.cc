@@ -1,4 +1,5 @@
 // The CPU's handlers of what updates: update and changes.
+#include <cstddef>
 #include <cstring>
 
 #include "core/update.h"
@@ -7,6 +8,10 @@
 
 namespace jaxrenaissance {
 namespace {
+
+// How much work an element is: SGD's has no moments.
+template <typename Rule>
+constexpr Work kWork = Rule::kMoments == 0 ? Work::kLight : Work::kHeavy;
 
 template <typename Rule, UpdateKind kKind>
 ffi::Future Update(ffi::ThreadPool pool, const CpuProgram* program, ffi::RemainingArgs args,
@@ -17,10 +22,9 @@ ffi::Future Update(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remaini
   const auto& kernels =
       BestCpuKernels()
           .update[call.layout.is_double][call.floats.is_double][static_cast<int>(kKind)];
-  const int64_t chunks = program->NumChunks();
-  return ForEachChunk(pool, chunks, [program, call = std::move(call), &kernels, chunks](int64_t i) {
-    // Backwards: the statistics pass has just left the last gradients in the cache.
-    const int64_t chunk = chunks - 1 - i;
+  // Backwards: the statistics pass has just left the last gradients in the cache.
+  const Sweep sweep{pool, program->NumChunks(), kWork<Rule>, Order::kBackwards};
+  return ForEachChunk(sweep, [program, call = std::move(call), &kernels](int64_t chunk) {
     ForEachStretch(
         *program, chunk, [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
           if (FloatAt(call.floats, member * call.floats.stride + kApply) == 0) return;
@@ -35,8 +39,13 @@ ffi::Future Update(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remaini
 
 constexpr int64_t kBlock = 1024;  // elements
 
+// Bytes, since they hold elements of either type.
+struct alignas(64) Block {
+  std::byte bytes[kBlock * sizeof(double)];
+};
+
 // What the weights are where an optimizer does not look at them.
-alignas(64) const double kZeros[kBlock] = {};
+const Block kZeros = {};
 
 // Leaves of another type than the arena's go through a block that stays in the cache, so that every
 // pair of types is not a loop of its own.
@@ -46,9 +55,10 @@ ffi::Future Changes(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remain
   Decoder decoder(args, rets, *program);
   ChangesCall call = DecodeChanges(decoder, Rule::kMoments);
   if (!decoder.ok()) return Failed(decoder.error());
-  const int64_t chunks = program->NumChunks();
-  return ForEachChunk(pool, chunks, [program, call = std::move(call), chunks](int64_t i) {
-    alignas(64) double wide[kBlock], narrow[kBlock];
+  // Backwards, as the update.
+  const Sweep sweep{pool, program->NumChunks(), kWork<Rule>, Order::kBackwards};
+  return ForEachChunk(sweep, [program, call = std::move(call)](int64_t chunk) {
+    Block wide, narrow;
     const bool is_double = call.layout.is_double;
     const LeafType arena_type = is_double ? LeafType::kF64 : LeafType::kF32;
     const CpuKernels& kernels = BestCpuKernels();
@@ -56,21 +66,21 @@ ffi::Future Changes(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remain
     const auto step = [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
       const Leaf& to = call.changes[segment.leaf];
       void* target = LeafElement(to, member, segment, low);
-      void* changes = to.type == arena_type ? target : narrow;
+      void* changes = to.type == arena_type ? target : narrow.bytes;
       if (FloatAt(call.floats, member * call.floats.stride + kApply) == 0) {
         memset(changes, 0, static_cast<size_t>((high - low) * ArenaItem(is_double)));
       } else {
         TypedStretch own =
             StretchOf(call.layout, call.floats, call.operands, member, segment, low, high);
         own.stretch.changes = changes;
-        own.stretch.weights = const_cast<double*>(kZeros);
+        own.stretch.weights = const_cast<std::byte*>(kZeros.bytes);
         if (!call.weights.empty()) {
           const Leaf& weight = call.weights[segment.leaf];
           own.stretch.weights = LeafElement(weight, member, segment, low);
           if (weight.type != arena_type) {
-            kernels.widen[is_double][static_cast<int>(weight.type)](own.stretch.weights, wide,
+            kernels.widen[is_double][static_cast<int>(weight.type)](own.stretch.weights, wide.bytes,
                                                                     high - low);
-            own.stretch.weights = wide;
+            own.stretch.weights = wide.bytes;
           }
         }
         const std::optional<double> ratio = RatioOf(call, member, segment);
@@ -80,8 +90,7 @@ ffi::Future Changes(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remain
       if (changes != target)
         kernels.narrow[is_double][static_cast<int>(to.type)](changes, target, high - low);
     };
-    // Backwards, as the update.
-    ForEachStretch(*program, chunks - 1 - i,
+    ForEachStretch(*program, chunk,
                    [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
                      for (; low < high; low += kBlock)
                        step(member, segment, low, std::min(low + kBlock, high));

@@ -84,6 +84,7 @@ class LeafForms {
 struct Program {
   Attributes attributes;
   std::vector<int64_t> shared;  // after a -1, sorted, the operands that all members share
+  bool has_workspaces = false;
   std::vector<int64_t> workspace_segments;  // of each workspace that is an operand
 
   bool has_layout = false;
@@ -106,7 +107,7 @@ struct Program {
     }
     if (attributes.members < 0) return "members is missing or negative";
     if (!ReadWords(all, "shared", shared)) return "attribute shared is missing";
-    ReadWords(all, "segments", workspace_segments);
+    has_workspaces = ReadWords(all, "segments", workspace_segments);
     std::vector<int64_t> words;
     has_layout = ReadWords(all, "layout", words);
     return has_layout ? ReadLayout(words) : std::nullopt;

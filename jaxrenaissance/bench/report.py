@@ -1,7 +1,6 @@
 """Rows of a benchmark: as a table, and as JSON with what they were measured on."""
 
 import json
-import os
 import platform
 import shlex
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 
 from .. import native
-from .timing import Seconds
+from .timing import Seconds, num_cores
 
 
 def step_row(
@@ -54,7 +53,7 @@ def cores() -> dict[str, Any]:
     if jax.default_backend() != "cpu":
         return {}
     instructions = native.build_info("cpu")["instruction_set"] if native.available("cpu") else None
-    return {"cores": len(os.sched_getaffinity(0)), "instruction_set": instructions}
+    return {"cores": num_cores(), "instruction_set": instructions}
 
 
 def versions(*more: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 Sides alternate in one process; times are medians over rounds, with their spread.
 """
 
+import itertools
 import os
 import statistics
 import time
@@ -20,6 +21,8 @@ FEWEST_MORE_CALLS = 3  # in flight, so that the first one's part is a small one
 MOST_COPIED_BYTES = 2**33  # read and written; a copy is no faster above it
 COPIED_IN_A_CALL, MOST_COPIES = 2**26, 32
 AWAKE_SECONDS = 3e-4
+# Of a CPU, where starting threads, and ending together, takes some 50 µs.
+COPIED_IN_A_CALL_ON_CPU, MOST_COPIES_ON_CPU = 2**29, 256
 
 
 class Seconds(NamedTuple):
@@ -143,15 +146,32 @@ def summary(values: list[float]) -> Seconds:
 def copy_rate(nbytes: int, *, rounds: int = 9) -> float:
     """Bytes a second, read and written, of the device's own copy of ``nbytes`` in all.
 
-    On a GPU that is XLA's copy, a memcpy of the driver; on a CPU, memcpy on all cores into memory
-    that is there already. A call copies several small arrays, or its time would be the host's.
+    On a GPU that is XLA's copy, a memcpy of the driver. On a CPU it is NumPy's, by as many threads
+    as XLA has, into memory that is there already; which may be in huge pages, as the memory of a
+    step is not. A processor reads the lines that it is going to overwrite, unless memcpy goes
+    around its caches, as it does for hundreds of megabytes. That is not counted, so that a step in
+    place may reach 1.5 times the rate.
+
+    A call copies several small arrays, or its time would be the host's. On a CPU the rate of less
+    than a few megabytes is too low nevertheless, by what Python takes for each.
     """
     nbytes = min(nbytes, MOST_COPIED_BYTES)
     size = max(nbytes // 8, 1)
-    copies = min(max(COPIED_IN_A_CALL // nbytes, 1), MOST_COPIES)
-    copy = _copy_on_cpu if jax.default_backend() == "cpu" else _copy_on_device
-    seconds = alternate({"copy": copy(size, copies)}, rounds=rounds)["copy"]
+    if jax.default_backend() == "cpu":
+        copies = min(max(COPIED_IN_A_CALL_ON_CPU // nbytes, 1), MOST_COPIES_ON_CPU)
+        copy = _copy_on_cpu(size, copies)
+    else:
+        copies = min(max(COPIED_IN_A_CALL // nbytes, 1), MOST_COPIES)
+        copy = _copy_on_device(size, copies)
+    seconds = alternate({"copy": copy}, rounds=rounds)["copy"]
     return 8 * size * copies / seconds.median
+
+
+def num_cores() -> int:
+    """Those that this process may use, and so as many threads as XLA has on a CPU."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _copy_on_device(size: int, copies: int) -> Callable[[], Any]:
@@ -164,8 +184,8 @@ def _copy_on_device(size: int, copies: int) -> Callable[[], Any]:
 def _copy_on_cpu(size: int, copies: int) -> Callable[[], Any]:
     source = random_values(size)
     target = np.empty_like(source)
-    parts = np.array_split(np.arange(size), os.cpu_count() or 1)
-    slices = [slice(part[0], part[-1] + 1) for part in parts if part.size]
+    bounds = [size * i // num_cores() for i in range(num_cores() + 1)]
+    slices = [slice(low, high) for low, high in itertools.pairwise(bounds) if low < high]
     pool = ThreadPoolExecutor(len(slices))
 
     def copy_one(part: slice) -> None:
