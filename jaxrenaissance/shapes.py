@@ -29,6 +29,8 @@ _SAFETENSORS = {
 def checkpoint_shapes(path: Path) -> dict[str, Any]:
     """The arrays of a checkpoint as a nested dict of `jax.ShapeDtypeStruct`s.
 
+    Of what `TrainState.to_leaves` gave, those of the parameters.
+
     Args:
         path: a .safetensors or .npz file, whose names are split at "/" or ".", or a folder that
             Orbax wrote (then orbax-checkpoint must be installed).
@@ -37,7 +39,7 @@ def checkpoint_shapes(path: Path) -> dict[str, Any]:
         ValueError: if the file is of no such kind, or damaged.
     """
     if path.is_dir():
-        return _orbax(path)
+        return _parameters(_orbax(path))
     readers = {".safetensors": _safetensors, ".npz": _npz}
     if path.suffix not in readers:
         raise ValueError(f"{path}: expected a .safetensors or .npz file, or a folder of Orbax")
@@ -45,7 +47,12 @@ def checkpoint_shapes(path: Path) -> dict[str, Any]:
         flat = readers[path.suffix](path)
     except (KeyError, TypeError, zipfile.BadZipFile, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a {path.suffix} file, or damaged: {error!r}") from error
-    return _nest(flat)
+    return _parameters(_nest(flat))
+
+
+def _parameters(tree: dict[str, Any]) -> dict[str, Any]:
+    ours = {"format", "optimizer", "params"} <= tree.keys()
+    return tree["params"] if ours else tree
 
 
 def _safetensors(path: Path) -> dict[str, jax.ShapeDtypeStruct]:

@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
+import jaxrenaissance as jr
 from jaxrenaissance.__main__ import main
 from jaxrenaissance.shapes import checkpoint_shapes
 
@@ -119,6 +122,22 @@ def test_plan_of_an_orbax_checkpoint(tmp_path: Path) -> None:
         checkpointer.save(tmp_path / "checkpoint", tree)
     shapes = checkpoint_shapes(tmp_path / "checkpoint")
     assert shapes == jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+@pytest.mark.parametrize("kind", ["npz", "orbax"])
+def test_plan_of_a_checkpoint_of_ours(tmp_path: Path, kind: str) -> None:
+    params = {"layer": {"kernel": jnp.ones((3, 4)), "bias": jnp.zeros(4)}}
+    leaves = jr.TrainState.create(params, jr.adam(1e-3)).to_leaves()
+    if kind == "npz":
+        path = tmp_path / "state.npz"
+        np.savez(path, **flatten_dict(leaves, sep="/"))
+    else:
+        ocp = pytest.importorskip("orbax.checkpoint")
+        path = tmp_path / "state"
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, leaves)
+    wanted = jax.tree.map(lambda x: (x.shape, x.dtype), params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), checkpoint_shapes(path)) == wanted
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.npz", "a.pickle"])
