@@ -33,21 +33,22 @@ class Event(NamedTuple):
 
 
 def device_events(folder: Path) -> list[Event]:
-    """What the profiler saw on the streams of all GPUs.
+    """What the profiler saw on the streams of the GPU.
 
     Raises:
-        RuntimeError: if there is nothing.
+        RuntimeError: if there is nothing, or more than one GPU.
     """
-    events = []
+    events, devices = [], set()
     for path in folder.rglob("*.xplane.pb"):
         for plane in ProfileData.from_file(str(path)).planes:
             if not plane.name.startswith("/device:GPU"):
                 continue
             for line in plane.lines:
                 if line.name.startswith("Stream"):
+                    devices.add(plane.name)
                     events += [Event(e.name, e.start_ns, e.end_ns) for e in line.events]
-    if not events:
-        raise RuntimeError("the profiler saw no kernels: this needs JAX on a GPU")
+    if len(devices) != 1:
+        raise RuntimeError(f"the profiler saw {len(devices)} GPUs at work: this needs JAX on one")
     return events
 
 
@@ -67,7 +68,7 @@ def covered(events: Iterable[Event]) -> float:
 
 
 def rows_of(events: list[Event], steps: int) -> list[dict[str, Any]]:
-    """For each kind of kernel, and in all: how many a step, their time, its part of the step's.
+    """For each kind of kernel (or copy), and in all: how many a step, their time, its part.
 
     A kind's "alone_us" is the time in which nothing of another kind runs.
     """
@@ -79,8 +80,8 @@ def rows_of(events: list[Event], steps: int) -> list[dict[str, Any]]:
     groups = {**kinds, "ours, in all": [e for k, v in kinds.items() if k != "others" for e in v]}
     rows = []
     for name, own in sorted(groups.items(), key=lambda item: covered(item[1])):
-        theirs = {id(event) for event in own}
-        alone = busy - covered(event for event in events if id(event) not in theirs)
+        mine = {id(event) for event in own}
+        alone = busy - covered(event for event in events if id(event) not in mine)
         rows.append(
             {
                 "kernel": name,

@@ -119,7 +119,9 @@ def markdown(lines: list[list[str]]) -> str:
 
 
 def plot_link(path: Path, sweep: str) -> str:
-    return f"![{PLOTS[sweep]}](results/{path.stem}.png)"
+    _, origin = read(path)
+    picture = f"![{PLOTS[sweep]}](results/{path.stem}.png)"
+    return f"{picture}\n\n[{path.name}](results/{path.name}), {origin}"
 
 
 def draw_plots(page: str, results: Path) -> None:

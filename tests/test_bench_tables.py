@@ -134,7 +134,7 @@ def test_plots_are_drawn_beside_their_files(tables, tmp_path):
     for sweep in ("sizes", "leaves"):
         page = f"<!-- plot: sweep.json {sweep} -->\n<!-- end -->"
         page = tables.generated(page, tmp_path)
-        assert f"![{tables.PLOTS[sweep]}](results/sweep.png)\n<!-- end -->" in page
+        assert f"![{tables.PLOTS[sweep]}](results/sweep.png)\n\n[sweep.json](results" in page
         tables.draw_plots(page, tmp_path)
         assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "sweep.png").unlink()

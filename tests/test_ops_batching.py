@@ -15,6 +15,7 @@ from arenas import (
     kinds_on_native_backends,
     make_floats,
     make_layout,
+    native_backends,
     random_leaves,
     random_states,
     to_arena,
@@ -434,3 +435,41 @@ def test_more_members_than_a_grid_has_rows(source, backend):
     # The weight of padding is what it was: it was 1 here.
     if backend != "xla":
         assert (w[:, ~where] == 1).all()
+
+
+# Segments in a batch and in all, of which tables of CUDA's launches hold one less.
+@native_backends
+@pytest.mark.parametrize("shared", ["nothing", "gradients"])
+@pytest.mark.parametrize("segments", [449, 2001])
+def test_more_segments_than_a_table_holds_are_right_in_a_batch(segments, shared, backend):
+    layout = make_layout(
+        [(i % 5 + 1,) for i in range(segments)], groups=[i % 2 for i in range(segments)]
+    )
+    rng = np.random.default_rng(0)
+
+    def operands():
+        states, gradients = random_states(layout, "momentum", rng), random_leaves(layout, rng)
+        return make_floats(NUMBERS, factor=0.5), scalars.initial_ints(), states, gradients
+
+    first, second = operands(), operands()
+    first[3][-1][...] = np.nan
+    if shared == "gradients":
+        first[3][-1][...] = 1.0
+        second = (*second[:3], first[3])
+    step = step_fn("momentum", backend, layout)
+
+    def step_and_more(floats, ints, states, gradients):
+        floats, ints, states = step(floats, ints, states, gradients)
+        leaves = ops.unpack(layout, states[0], [np.float32] * segments, backend=backend)
+        packed = ops.pack(layout, gradients, backend=backend)
+        (moved,) = ops.lerp(layout, np.float32([0.5, 0.25]), [packed], leaves, backend=backend)
+        return floats, ints, states, leaves, packed, moved
+
+    axes = (0, 0, 0, None if shared == "gradients" else 0)
+    batch = stack([first[:3], second[:3]])
+    gradients = first[3] if shared == "gradients" else stack([first[3], second[3]])
+    got = run(jax.vmap(step_and_more, axes), *batch, gradients)
+    skipped = [0, 0] if shared == "gradients" else [1, 0]
+    np.testing.assert_array_equal(got[1][:, scalars.SKIPPED], skipped)
+    for i, alone in enumerate([first, second]):
+        assert_member_is(member(got, i), run(step_and_more, *alone), backend)

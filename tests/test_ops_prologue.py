@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from arenas import assert_same_bits, group_rows, make_floats, native_backends, put
+from arenas import assert_same_bits, group_rows, make_floats, make_layout, native_backends, put
 from prologue_oracle import expected_prologue
 
 from jaxrenaissance import ops
@@ -94,6 +94,56 @@ def test_bias_corrections_are_those_of_float64(t, dtype, backend):
     exact = [1 / (1 - b**t) for b in betas]
     np.testing.assert_allclose(slots(floats, "C2"), exact, rtol=1.1e-6)
     np.testing.assert_array_equal(slots(floats, "LR_WD"), 0)
+
+
+def many_groups(count, dtype):
+    """Floats whose groups all differ, with nothing derived yet."""
+    numbers = [{"lr": 0.1 / (i + 1), "b1": 0.5, "b2": 1 - 0.5 / (i + 1)} for i in range(count)]
+    floats = make_floats(numbers, dtype=dtype)
+    for name in "LR", "LR_WD", "C1", "C2":
+        group_rows(floats)[:, getattr(s, name)] = np.nan
+    return floats
+
+
+def assert_all_are_derived(floats, t):
+    rates, stored = slots(floats, "LEARNING_RATE"), slots(floats, "ONE_MINUS_B2")
+    np.testing.assert_allclose(slots(floats, "LR"), rates, rtol=1e-7)
+    np.testing.assert_array_equal(slots(floats, "LR_WD"), 0)
+    np.testing.assert_allclose(slots(floats, "C1"), 1 / (1 - 0.5**t), rtol=1e-6)
+    wanted = -1 / np.expm1(t * np.log1p(-stored))
+    np.testing.assert_allclose(slots(floats, "C2"), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("count", [1, 33, 257])
+def test_however_many_groups_there_are_all_are_derived(count, dtype, backend):
+    floats, ints = many_groups(count, dtype), s.initial_ints()
+    ints[s.STEP] = 6
+    with jax.enable_x64(dtype == "float64"):
+        floats, ints = prologue(floats, ints, backend)
+    assert ints[s.STEP] == 7
+    assert_all_are_derived(floats, 7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("count", [33, 257])
+def test_finish_derives_all_groups_too(count, dtype, backend):
+    layout = make_layout([(5,), (2000,)], dtype=dtype)
+    gradients = [np.full(5, 3.0, dtype), np.zeros(2000, dtype)]
+
+    @jax.jit
+    def run(floats, ints, gradients):
+        ints, workspace = ops.norms(layout, ints, gradients, flag=True, backend=backend)
+        return ops.finish(floats, ints, [workspace], [2], gradients=1, backend=backend)[:2]
+
+    ints = s.initial_ints()
+    ints[s.STEP] = 6
+    with jax.enable_x64(dtype == "float64"):
+        operands = jax.device_put((many_groups(count, dtype), ints, gradients))
+        floats, ints = [np.array(x) for x in run(*operands)]
+    assert ints[s.STEP] == 7
+    assert_all_are_derived(floats, 7)
+    np.testing.assert_allclose(floats[s.GRAD_NORM], np.sqrt(45), rtol=1e-6)
 
 
 def test_where_there_is_no_beta_nothing_is_corrected(backend):

@@ -3,7 +3,7 @@
 //
 // It is done when XLA makes a program. FFI has a stage of its own for it, which knows the device;
 // but for a handler of that stage XLA collects the addresses of all operands on every execution,
-// also of a captured step: on an H200, 150 us of the host's time with 161 leaves, 250 with 2000.
+// also of a captured step: on an H200, 0.2 ms of the host's time with 2000 leaves.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace jaxrenaissance {
@@ -35,7 +36,7 @@ inline uint64_t DevicesInUse() {
   return devices;
 }
 
-// What fails here, fails again when a kernel is launched, which says so.
+// What cannot be loaded now is loaded by its first launch, which says so where it fails.
 template <cudaError_t (*kPreload)()>
 void PreloadOnDevices() {
   static std::mutex mutex;
@@ -43,14 +44,18 @@ void PreloadOnDevices() {
   const std::lock_guard<std::mutex> lock(mutex);
   const uint64_t wanted = DevicesInUse() & ~loaded;
   if (wanted == 0) return;
-  // The current device is a thread's, and here it must stay what it is.
-  std::thread([wanted] {
+  const auto load = [wanted] {
     for (int device = 0; device < kMostDevices; ++device) {
       const uint64_t bit = uint64_t{1} << device;
       if ((wanted & bit) == 0 || cudaSetDevice(device) != cudaSuccess) continue;
       if (kPreload() == cudaSuccess) loaded |= bit;
     }
-  }).join();
+  };
+  try {
+    // The current device is a thread's, and here it must stay what it is.
+    std::thread(load).join();
+  } catch (const std::system_error&) {  // no thread is to be had
+  }
 }
 
 }  // namespace jaxrenaissance

@@ -11,6 +11,7 @@ namespace jaxrenaissance {
 namespace {
 
 constexpr int kWarps = kThreads / 32;
+static_assert(kThreads >= kCopyThreads);
 
 // The sum of get(0 … n - 1), pairwise in order, in thread 0.
 template <typename F>

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kPrologueThreads = 2 * kWarp;
+static_assert(kPrologueThreads >= kCopyThreads);
 
 template <typename S>
 __global__ void __launch_bounds__(kPrologueThreads)

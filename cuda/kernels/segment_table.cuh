@@ -52,6 +52,9 @@ struct SegmentTable : Strides<kCapacity> {
   void** Column(int) { return data; }
 };
 
+// All parameters of a kernel together have 32,764 bytes; those beside the table take some 100.
+static_assert(sizeof(SegmentTable<kLargeTable>) <= 32764 - 160);
+
 // The place of one thread's vector: `count` of its kVector elements are in segment `segment`,
 // `within` elements from its start. A vector never straddles two segments, since these start on
 // lines.
@@ -152,8 +155,9 @@ bool FillStrides(const Layout& layout, const Leaves& leaves, int64_t first, int6
       strides.stride[i] = static_cast<uint32_t>(stride);
     }
     return true;
+  } else {
+    return layout.members <= 1;
   }
-  return layout.members <= 1;
 }
 
 // Fills what a table says of segments [first, first + count) of a layout: start, meta and stride.

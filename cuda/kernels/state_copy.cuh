@@ -13,7 +13,10 @@ struct StateCopy {
   int32_t ints[kInts];
 };
 
-// By the block's first kHeader threads; a barrier must follow.
+// Threads that a block needs to copy a state.
+constexpr int kCopyThreads = kHeader > kInts ? kHeader : kInts;
+
+// By the block's first threads; a barrier must follow.
 template <typename S>
 __device__ __forceinline__ void LoadState(const S* floats, const int32_t* ints,
                                           StateCopy<S>& copy) {

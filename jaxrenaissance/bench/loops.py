@@ -25,10 +25,11 @@ class Loop(NamedTuple):
 def loop_for(launches: int | None, least: float, seconds: float) -> Loop:
     """The loop for a step.
 
-    On a GPU a round lasts as long as XLA's part of it, tens of microseconds where buffers are many,
-    is nothing beside, and XLA captures it: it has two steps or more. (A step with a backward pass
-    has launches enough, and so is captured.) On a CPU a round is one step: XLA removes the barrier
-    between steps before it fuses operations, and would make one pass of two steps of optax.
+    On a GPU a round lasts so long that XLA's own part of it, up to tens of microseconds where
+    buffers are many, is small; and it has two steps or more, so that XLA captures it. (A step with
+    a backward pass has launches enough, and so is captured.) On a CPU a round is one step: XLA
+    removes the barrier between steps before it fuses operations, and would make one pass of two
+    steps of optax.
 
     Args:
         launches: of our kernels in a step; None where they are not known, which is of many others'.
