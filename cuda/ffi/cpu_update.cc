@@ -22,7 +22,7 @@ ffi::Future Update(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remaini
   const auto& kernels =
       BestCpuKernels()
           .update[call.layout.is_double][call.floats.is_double][static_cast<int>(kKind)];
-  // Backwards: the statistics pass has just left the last gradients in the cache.
+  // Backwards: the statistics pass has just left the last gradients of each share in the cache.
   const Sweep sweep{pool, program->NumChunks(), kWork<Rule>, Order::kBackwards};
   return ForEachChunk(sweep, [program, call = std::move(call), &kernels](int64_t chunk) {
     ForEachStretch(
