@@ -18,6 +18,9 @@ NEVER = {
     "native": {"ops", "reference", "plan", "scalars"},
     "reference": {"ops", "native"},
     "ops": {"optimizers", "train_state", "transform", "packed", "spec"},
+    "readable": {"train_state", "creation", "replan", "surgery"},
+    "creation": {"train_state", "readable"},
+    "replan": {"train_state", "readable", "creation"},
 }
 """A part → what it does not reach, not even by way of others."""
 
