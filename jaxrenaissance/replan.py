@@ -11,13 +11,15 @@ import jax.tree_util as jtu
 import numpy as np
 
 from . import averages, frozen_leaves, packed, scalars, transform
+from .arena_layout import Leaf, arena_dtype
 from .compute_dtypes import ComputeDtype, resolve
 from .contents import Contents
 from .extra import copy
 from .foreign import check_optimizer
 from .ops.checks import leaf_dtypes
 from .packed import Dtypes
-from .plan import Leaf, MemoryPlan, Rules, Stacked, arena_dtype
+from .plan import MemoryPlan
+from .planning import Rules, Stacked
 from .static import Static
 from .step import Arenas, Buffers, scalar_dtype, start
 from .surgery import with_groups

@@ -22,7 +22,7 @@ from .compute_dtypes import ComputeDtype
 from .extra import check_like, copy, hold_back
 from .gradients import Gradients
 from .groups import Match
-from .plan import Rules, Stacked
+from .planning import Rules, Stacked
 from .readable import ReadableState
 from .step import step
 from .transform import Optimizer

@@ -16,10 +16,11 @@ from flax.core import FrozenDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrenaissance.arena_layout import SEGMENT_BYTES
 from jaxrenaissance.models import MODELS, named_shapes
 from jaxrenaissance.packed import all_paths
 from jaxrenaissance.paths import leaves_with_paths, matches
-from jaxrenaissance.plan import SEGMENT_BYTES, MemoryPlan, PlanConfig
+from jaxrenaissance.plan import MemoryPlan, PlanConfig
 from jaxrenaissance.regions import BIAS_LIKE, W_REGIONS, WEIGHTS, Region
 
 
