@@ -18,12 +18,13 @@ import numpy as np
 import optax
 
 from jaxrenaissance import ops, scalars
+from jaxrenaissance.arena_layout import ArenaLayout
 from jaxrenaissance.bench.data import random_tree
 from jaxrenaissance.bench.report import check_writable, report, step_row
 from jaxrenaissance.bench.sides import Side
 from jaxrenaissance.bench.timing import copy_rate, device_times
 from jaxrenaissance.models import named_shapes
-from jaxrenaissance.plan import ArenaLayout, MemoryPlan
+from jaxrenaissance.plan import MemoryPlan
 
 LEARNING_RATE, WEIGHT_DECAY, BYTES_UPDATE, BYTES_STATISTICS = 1e-3, 0.1, 28, 4
 OPTAX_STEPS = 3  # in one program: XLA compiles each of them anew

@@ -13,7 +13,8 @@ import jax
 from . import native
 from .bench import command as bench_command
 from .models import MODELS, named_shapes
-from .plan import NO_TRUST, MemoryPlan, PlanConfig
+from .plan import MemoryPlan, PlanConfig
+from .planning import NO_TRUST
 from .shapes import checkpoint_shapes
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "lars", "lamb", "lion")

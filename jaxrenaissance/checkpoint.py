@@ -6,7 +6,7 @@ nested dicts, so that it can be read without this package and restored under ano
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -16,6 +16,7 @@ import numpy as np
 
 from . import checkpoint_numbers, packed
 from .checkpoint_reader import Reader, by_path, join, without_keys
+from .contents import Contents
 from .extra import copy
 from .ops.checks import leaf_dtypes
 from .packed import Packed
@@ -42,16 +43,6 @@ _MOMENTS = ("mu", "nu")
 _BY_PATH = ("master", *_MOMENTS, "ema", "accumulator")
 _HEAD = ("format", "optimizer")
 _DEBIASED = "ema_debias"
-
-
-class Contents(NamedTuple):
-    """What a state consists of, concrete or abstract."""
-
-    static: Static
-    buffers: Buffers
-    frozen: tuple[Any, ...]
-    extra: Any
-    ema_extra: Any
 
 
 def moments_of(spec: Spec) -> str | None:

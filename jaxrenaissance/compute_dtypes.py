@@ -6,10 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .arena_layout import Leaf
 from .ops.checks import leaf_dtypes
 from .packed import Dtypes
 from .paths import check_matched, matches
-from .plan import Leaf, MemoryPlan
+from .plan import MemoryPlan
 from .regions import Region
 
 ComputeDtype = Any

@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from . import ops, packed, scalars
+from .ops.checks import check_arena, check_ints
 from .ops.primitive import same_manual_axes
 from .plan import MemoryPlan
 from .spec import Spec
@@ -101,3 +102,30 @@ def counters(ints: jax.Array, sums: Gradients) -> jax.Array:
     """A state's counters, as if the sums were its own and their last micro-batch were this call."""
     slots = np.array([scalars.FIRST_BAD, scalars.MICRO])
     return ints.at[slots].set(jnp.stack([sums.ints[scalars.FIRST_BAD], sums.count - 1]))
+
+
+def check_sums(spec: Spec, plan: MemoryPlan, sums: Gradients, argument: str) -> None:
+    """Raises unless a state of this plan can be updated with the sums."""
+    refuse_accumulate(spec, argument)
+    if sums.plan != plan:
+        raise ValueError(
+            f"{argument}: the Gradients are those of another plan, {sums.plan!r}, wanted {plan!r}"
+        )
+    try:
+        check_ints(sums.ints)
+        for layout, arena in zip(plan.arenas, sums.arenas, strict=True):
+            check_arena("arenas", arena, layout)
+    except ValueError as error:
+        raise ValueError(
+            f"{argument}: {error}. Gradients are added up by state.accumulate, and over "
+            "devices by their own psum"
+        ) from None
+
+
+def refuse_accumulate(spec: Spec, what: str) -> None:
+    """Raises where the optimizer itself adds up gradients."""
+    if spec.accumulate:
+        raise ValueError(
+            f"{what}: the optimizer was made with accumulate=, which adds up gradients over "
+            "calls of apply_gradients. Use one of the two"
+        )

@@ -13,11 +13,12 @@ import numpy as np
 
 from . import ops, packed
 from .check import core_of
+from .contents import refuse_members
 from .hyperparams import Number
 from .packed import Packed
 from .plan import MemoryPlan
 from .step import Arenas
-from .train_state import TrainState, refuse_members
+from .train_state import TrainState
 
 Target = TypeVar("Target")
 

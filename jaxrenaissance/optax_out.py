@@ -28,7 +28,7 @@ from .optax_states import (
 )
 from .packed import listed
 from .paths import leaves_with_paths
-from .plan import NO_TRUST
+from .planning import NO_TRUST
 from .step import Arenas
 from .train_state import TrainState
 from .transform import Optimizer, Selection, State

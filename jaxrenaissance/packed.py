@@ -237,6 +237,12 @@ def merge(plan: MemoryPlan, trained: Sequence[Any], others: Sequence[Any]) -> An
     )
 
 
+def split(plan: MemoryPlan, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """What stands for trained leaves, and for the others."""
+    pairs = list(zip(values, plan.trained, strict=True))
+    return [x for x, trained in pairs if trained], [x for x, trained in pairs if not trained]
+
+
 def all_paths(plan: MemoryPlan) -> list[str]:
     """The paths of all leaves of the planned tree, also of those that are not trained."""
     template = plan.treedef.unflatten(range(plan.treedef.num_leaves))
@@ -252,11 +258,7 @@ def match(plan: MemoryPlan, tree: Any, argument: str) -> list[Any]:
         ValueError: naming `argument` and the paths of leaves that are missing, extra, of another
             shape or of a dtype that the arena does not hold.
     """
-    entries = [
-        x
-        for x, trained in zip(entries_of(plan, tree, argument), plan.trained, strict=True)
-        if trained
-    ]
+    entries, _ = split(plan, entries_of(plan, tree, argument))
     faults = []
     for leaf, entry in zip(plan.leaves, entries, strict=True):
         shape, dtype = getattr(entry, "shape", None), getattr(entry, "dtype", None)

@@ -1,44 +1,21 @@
 """MemoryPlan: where every leaf of a model lies in the arenas, from shapes alone."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
-import jax
 import jax.core
 import jax.tree_util as jtu
 import numpy as np
 
-from .groups import Group, assign, check_groups, row_names, rows_each
-from .paths import (
-    flatten_bools,
-    is_function,
-    is_int,
-    leaves_with_paths,
-    select_trained,
-    stacked_axes,
-)
-from .regions import BIAS_LIKE, W_REGIONS, MemRange, Region
-from .rules import classify, override
+from . import plan_table, planning
+from .arena_layout import SEGMENT_BYTES, ArenaLayout, Leaf, round_up
+from .groups import Group
+from .planning import NO_TRUST, Rules, Stacked
+from .regions import W_REGIONS, MemRange, Region
 
-SEGMENT_BYTES = 128
-"""Every segment starts on a multiple of this many bytes."""
-
-NO_TRUST = "no trust ratios"
-"""In place of a mask of trust ratios: the optimizer has none."""
-
-Rules = Callable[[str, jax.ShapeDtypeStruct], Region | None]
-Stacked = int | Mapping[str, int] | Callable[[str, jax.ShapeDtypeStruct], int]
-
-_ARENA_OF = {
-    "float32": np.dtype("float32"),
-    "bfloat16": np.dtype("float32"),
-    "float16": np.dtype("float32"),
-    "float64": np.dtype("float64"),
-}
 _MOMENTS = {
     "sgd": 0,
     "momentum": 1,
@@ -49,90 +26,6 @@ _MOMENTS = {
     "adamw": 2,
     "lamb": 2,
 }
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One trained leaf and its place.
-
-    Attributes:
-        path: its components joined by "/".
-        shape, dtype: as in the tree, stacked axes included.
-        region: its region in series W.
-        rule: which rule put it there.
-        group: index into `MemoryPlan.groups`.
-        stacked: how many leading axes come from a scan or vmap; each slice is a segment.
-        arena: index into `MemoryPlan.arenas`.
-        offset: where its first segment starts, in elements of the arena.
-        size: its elements, without padding.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    region: Region
-    rule: str
-    group: int
-    stacked: int
-    arena: int
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ArenaLayout:
-    """The layout of one arena: static, hashable, equal by identity first and by content then.
-
-    Attributes:
-        dtype: float32 or float64.
-        size: elements; a multiple of `128 * shards` bytes.
-        leaves: indices into `MemoryPlan.leaves` in arena order: by region, then as in the tree.
-        shapes: the leaves' shapes, in arena order.
-        segments: int64 [n, 5], read-only, in increasing start. Columns: start, size (elements),
-            leaf (its position in arena order), offset inside the leaf (elements), group. A stacked
-            leaf has a row for each slice; a leaf without elements has none.
-    """
-
-    dtype: np.dtype
-    size: int
-    leaves: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    segments: np.ndarray
-
-    def __post_init__(self) -> None:
-        self.segments.flags.writeable = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one series."""
-        return self.size * self.dtype.itemsize
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.dtype, self.size, self.leaves, self.shapes, self.segments.tobytes()))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, ArenaLayout):
-            return NotImplemented
-        return (
-            hash(self) == hash(other)
-            and (self.dtype, self.size) == (other.dtype, other.size)
-            and (self.leaves, self.shapes) == (other.leaves, other.shapes)
-            and np.array_equal(self.segments, other.segments)
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Leaves the cached hash behind: strings hash differently in another process.
-        return ArenaLayout, (self.dtype, self.size, self.leaves, self.shapes, self.segments)
-
-    def __repr__(self) -> str:
-        counts = f"{len(self.leaves)} leaves, {len(self.segments)} segments"
-        return f"ArenaLayout({self.dtype}[{self.size}], {counts})"
 
 
 @dataclass(frozen=True)
@@ -232,77 +125,18 @@ class MemoryPlan:
                 matched by two groups, or a trained leaf cannot lie in an arena. It names the
                 argument and the leaf's path.
         """
-        groups = check_groups(groups)
-        if not is_int(shards) or shards < 1:
-            raise ValueError(f"shards: expected a positive int, got {shards!r}")
-        flat, treedef = leaves_with_paths(tree), jtu.tree_structure(tree)
-        paths = [path for path, _ in flat]
-        given = [_struct(leaf) for _, leaf in flat]
-        _check_unique(paths)
-        trained = select_trained(trainable, tree, paths, given)
-        for path, leaf, is_trained in zip(paths, given, trained, strict=True):
-            if is_trained and arena_dtype(leaf) is None:
-                raise ValueError(_cannot_hold(path, leaf, selected=trainable is not None))
-
-        shapes = [x.shape if isinstance(x, jax.ShapeDtypeStruct) else () for x in given]
-        axes = stacked_axes(stacked, paths, shapes, given, trained)
-        decisions = classify(paths, [shape[n:] for shape, n in zip(shapes, axes, strict=True)])
-        if rules is not None:
-            decisions = override(decisions, rules, paths, given, trained)
-        regions = [region for region, _ in decisions]
-        trust = not (isinstance(trust_ratio_mask, str) and trust_ratio_mask == NO_TRUST)
-        row = _left_out("mask", mask, tree, regions)
-        if trust:
-            untrusted = _left_out("trust_ratio_mask", trust_ratio_mask, tree, regions)
-            row = [2 * u + d for u, d in zip(untrusted, row, strict=True)]
-
-        chosen = [i for i, is_trained in enumerate(trained) if is_trained]
-        numbers = assign(
-            groups,
-            [paths[i] for i in chosen],
-            [given[i] for i in chosen],
-            [regions[i] for i in chosen],
+        return MemoryPlan(
+            *planning.build(
+                tree,
+                rules=rules,
+                stacked=stacked,
+                trainable=trainable,
+                mask=mask,
+                trust_ratio_mask=trust_ratio_mask,
+                groups=groups,
+                shards=shards,
+            )
         )
-        rows = {i: rows_each(trust) * n + row[i] for i, n in zip(chosen, numbers, strict=True)}
-        position = {i: k for k, i in enumerate(chosen)}
-        placed: dict[int, Leaf] = {}
-        arenas: list[ArenaLayout] = []
-        for dtype in dict.fromkeys(_ARENA_OF.values()):
-            order = [i for i in chosen if arena_dtype(given[i]) == dtype]
-            if not order:
-                continue
-            order.sort(key=lambda i: regions[i])  # Stable: in a region as in the tree.
-            offsets, size, segments = _lay_out(
-                SEGMENT_BYTES // dtype.itemsize,
-                [shapes[i] for i in order],
-                [axes[i] for i in order],
-                [rows[i] for i in order],
-            )
-            for i, offset in zip(order, offsets, strict=True):
-                placed[i] = Leaf(
-                    path=paths[i],
-                    shape=shapes[i],
-                    dtype=np.dtype(given[i].dtype),
-                    region=regions[i],
-                    rule=decisions[i][1],
-                    group=rows[i],
-                    stacked=axes[i],
-                    arena=len(arenas),
-                    offset=offset,
-                    size=prod(shapes[i]),
-                )
-            arenas.append(
-                ArenaLayout(
-                    dtype,
-                    _round_up(size, SEGMENT_BYTES // dtype.itemsize * int(shards)),
-                    tuple(position[i] for i in order),
-                    tuple(shapes[i] for i in order),
-                    segments,
-                )
-            )
-        leaves = tuple(placed[i] for i in chosen)
-        names = row_names(groups, trust=trust)
-        return MemoryPlan(leaves, treedef, tuple(trained), tuple(arenas), names)
 
     @property
     def num_groups(self) -> int:
@@ -381,7 +215,7 @@ class MemoryPlan:
         for arena in self.arenas:
             leaves = [self.leaves[i] for i in arena.leaves]
             end = int(sum(arena.segments[-1, :2])) if len(arena.segments) else 0
-            end = _round_up(end, SEGMENT_BYTES // arena.dtype.itemsize)
+            end = round_up(end, SEGMENT_BYTES // arena.dtype.itemsize)
             offsets = [*(leaf.offset for leaf in leaves), end]
             firsts = np.searchsorted([leaf.region for leaf in leaves], range(len(W_REGIONS) + 1))
             result.append([offsets[i] for i in firsts])
@@ -424,24 +258,18 @@ class MemoryPlan:
             all: every leaf, where `str(plan)` leaves out the middle of more than 60.
         """
         order = [self.leaves[i] for arena in self.arenas for i in arena.leaves]
-        header = ("path", "shape", "dtype", "region", "group", "rule", "offset", "size")
-        shown, left_out = order, 0
-        if len(order) > _MAX_ROWS and not all:
-            shown, left_out = order[:_HEAD] + order[-_TAIL:], len(order) - _HEAD - _TAIL
-        lines = _format_table(header, [self._leaf_row(leaf) for leaf in shown], numbers=2)
-        if left_out:
-            lines.insert(1 + _HEAD, f"… {left_out:,} more")
-
+        lines = plan_table.leaf_lines(order, self.groups, all=all)
         counts = Counter((leaf.arena, leaf.region) for leaf in self.leaves)
         regions = [
             (
                 str(self.arenas[i].dtype),
                 region.name,
-                *_numbers(count, *self.region_range(region, arena=i)),
+                *plan_table.spelled(count, *self.region_range(region, arena=i)),
             )
             for (i, region), count in sorted(counts.items())
         ]
-        lines += ["", *_format_table(("arena", "region", "leaves", "offset", "size"), regions, 3)]
+        header = ("arena", "region", "leaves", "offset", "size")
+        lines += ["", *plan_table.aligned(header, regions, numbers=3)]
         frozen = len(self.trained) - len(self.leaves)
         lines += [
             "",
@@ -450,116 +278,3 @@ class MemoryPlan:
             f"{self.bytes():,} bytes a series, {self.padding_bytes:,} of them padding",
         ]
         return "\n".join(lines)
-
-    def _leaf_row(self, leaf: Leaf) -> tuple[str, ...]:
-        shape = "×".join(map(str, leaf.shape)) or "scalar"
-        return (
-            leaf.path,
-            f"{shape} ({leaf.stacked} stacked)" if leaf.stacked else shape,
-            leaf.dtype.name,
-            leaf.region.name,
-            self.groups[leaf.group],
-            leaf.rule,
-            *_numbers(leaf.offset, leaf.size),
-        )
-
-
-_MAX_ROWS, _HEAD, _TAIL = 60, 30, 20
-
-
-def _struct(leaf: Any) -> Any:
-    # A leaf that is not trained may be anything, and stays as it is.
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return leaf
-
-
-def _check_unique(paths: Sequence[str]) -> None:
-    repeated = [path for path, count in Counter(paths).items() if count > 1]
-    if repeated:
-        raise ValueError(
-            f"{repeated[0]!r} is the path of more than one leaf, since names of the tree have a "
-            '"/" in them. Paths tell leaves apart: rename one of them'
-        )
-
-
-def arena_dtype(leaf: Any) -> np.dtype | None:
-    """The dtype of the arena that holds a leaf, from its shape and dtype; None if none does."""
-    if not isinstance(leaf, jax.ShapeDtypeStruct):
-        return None
-    return _ARENA_OF.get(leaf.dtype.name)  # By name: bfloat16 and keys are not NumPy's own.
-
-
-def _cannot_hold(path: str, leaf: Any, *, selected: bool) -> str:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        what, model = f"has dtype {leaf.dtype.name}", ""
-    else:
-        what = f"is a {type(leaf).__name__}, not an array"
-        model = "; for a model of Equinox take eqx.filter(model, eqx.is_inexact_array)"
-    advice = (
-        "exclude it from trainable="
-        if selected
-        else "exclude it with trainable= (a pattern, a function or a tree of bools)"
-    )
-    return (
-        f"the leaf {path!r} {what}, which cannot be trained: an arena holds float32, bfloat16, "
-        f"float16 and float64. Convert it, or {advice}{model}"
-    )
-
-
-def _left_out(argument: str, mask: Any, tree: Any, regions: Sequence[Region]) -> list[int]:
-    """1 for each leaf that a mask leaves out."""
-    if mask is None or (isinstance(mask, str) and mask == "weights"):
-        return [int(region in BIAS_LIKE) for region in regions]
-    if is_function(mask):
-        mask = mask(tree)
-    elif isinstance(mask, str):
-        raise ValueError(f'{argument}: expected None, "weights", bools or a function, got {mask!r}')
-    return [int(not chosen) for chosen in flatten_bools(mask, tree, argument)]
-
-
-def _round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
-
-def _lay_out(
-    unit: int,
-    shapes: Sequence[tuple[int, ...]],
-    axes: Sequence[int],
-    groups: Sequence[int],
-) -> tuple[list[int], int, np.ndarray]:
-    """Offsets of the leaves, the size of all, and the segments, from the leaves in arena order."""
-    counts = np.array([prod(s[:n]) for s, n in zip(shapes, axes, strict=True)], np.int64)
-    sizes = np.array([prod(s[n:]) for s, n in zip(shapes, axes, strict=True)], np.int64)
-    strides = -(-sizes // unit) * unit
-    ends = np.cumsum(counts * strides)
-    offsets = ends - counts * strides
-
-    rows = np.where(sizes > 0, counts, 0)
-    leaf = np.repeat(np.arange(len(shapes)), rows)
-    piece = np.arange(len(leaf)) - (np.cumsum(rows) - rows)[leaf]  # Which slice of its leaf.
-    columns = (
-        offsets[leaf] + piece * strides[leaf],
-        sizes[leaf],
-        leaf,
-        piece * sizes[leaf],
-        np.array(groups)[leaf],
-    )
-    return offsets.tolist(), int(ends[-1]), np.stack(columns, axis=1).astype(np.int64)
-
-
-def _numbers(*numbers: int) -> list[str]:
-    return [f"{number:,}" for number in numbers]
-
-
-def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: int) -> list[str]:
-    """Lines of a table; the last `numbers` columns are numbers, flush right."""
-    table = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
-        for c in range(len(row) - numbers, len(row)):
-            cells[c] = row[c].rjust(widths[c])
-        lines.append("  ".join(cells).rstrip())
-    return lines

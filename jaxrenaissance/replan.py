@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,11 +10,16 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from . import averages, packed, scalars, transform
+from . import averages, frozen_leaves, packed, scalars, transform
+from .arena_layout import Leaf, arena_dtype
 from .compute_dtypes import ComputeDtype, resolve
+from .contents import Contents
+from .extra import copy
+from .foreign import check_optimizer
 from .ops.checks import leaf_dtypes
 from .packed import Dtypes
-from .plan import Leaf, MemoryPlan, Rules, Stacked, arena_dtype
+from .plan import MemoryPlan
+from .planning import Rules, Stacked
 from .static import Static
 from .step import Arenas, Buffers, scalar_dtype, start
 from .surgery import with_groups
@@ -23,17 +28,42 @@ from .transform import Optimizer
 logger = logging.getLogger("jaxrenaissance")
 
 
-def plan_again(
+def change(
+    old: Contents,
+    new_tree: Any,
+    optimizer: Optimizer | None,
+    compute_dtype: ComputeDtype,
+    options: Mapping[str, Any],
+) -> Contents:
+    """See `TrainState.replan`; the options are those of the plan."""
+    spec = old.static.spec
+    if optimizer is not None:
+        check_optimizer(optimizer)
+        if optimizer.spec != spec:
+            raise ValueError(
+                f"optimizer: expected one of the state's spec, {spec}, got {optimizer.spec}"
+            )
+    packed.refuse_sharded(new_tree, "new_tree")
+    tree = packed.canonical(new_tree)
+    static = _plan_again(old.static, tree, optimizer, compute_dtype, **options)
+    frozen_leaves.check_arrays(static.plan, tree, "new_tree")
+    _note_lost(old.static.plan, static.plan)
+    trained, frozen = packed.split(static.plan, jtu.tree_leaves(tree))
+    buffers = _move(old.static, static, old.buffers, trained)
+    return old._replace(static=static, buffers=buffers, frozen=tuple(copy(frozen)))
+
+
+def _plan_again(
     old: Static,
     tree: Any,
     optimizer: Optimizer | None,
+    compute_dtype: ComputeDtype,
     *,
     rules: Rules | None,
     stacked: Stacked | None,
     trainable: Any,
-    compute_dtype: ComputeDtype,
 ) -> Static:
-    """The static part of a state for this tree. See `TrainState.replan`."""
+    """The static part of a state for this tree."""
     known = {leaf.path: leaf for leaf in old.plan.leaves}
     options: dict[str, Any] = {
         "rules": _rules(known, rules),
@@ -52,7 +82,7 @@ def plan_again(
     )
 
 
-def note_lost(old: MemoryPlan, new: MemoryPlan) -> None:
+def _note_lost(old: MemoryPlan, new: MemoryPlan) -> None:
     """Tells through the logger of which leaves the moments are not kept."""
     now = {leaf.path: leaf for leaf in new.leaves}
     lost = {
@@ -69,7 +99,7 @@ def note_lost(old: MemoryPlan, new: MemoryPlan) -> None:
 
 
 @jax.jit(static_argnums=(0, 1), inline=True)
-def move(old: Static, new: Static, buffers: Buffers, leaves: Sequence[Any]) -> Buffers:
+def _move(old: Static, new: Static, buffers: Buffers, leaves: Sequence[Any]) -> Buffers:
     """The buffers of the new plan.
 
     Args:
@@ -86,13 +116,13 @@ def move(old: Static, new: Static, buffers: Buffers, leaves: Sequence[Any]) -> B
     weights = packed.pack(plan, wide, backend=spec.backend)
     zeros = [jnp.zeros_like(x) for x in wide]
     series = [tuple(own[k] for own in buffers.moments) for k in range(spec.config.moments)]
-    moments = [_move(old, new, arenas, zeros) for arenas in series]
+    moments = [_moved(old, new, arenas, zeros) for arenas in series]
     ema = ()
     if spec.ema:
         if spec.ema_debias:  # So that it reads as the weight, as it does at first.
             weight = averages.gathered(buffers.floats)
             wide = [x * weight.astype(x.dtype) for x in wide]
-        ema = _move(old, new, buffers.ema, wide)
+        ema = _moved(old, new, buffers.ema, wide)
     floats = buffers.floats.astype(scalar_dtype(plan))
     buffers = start(spec, plan, weights, floats, _counters(old.plan, plan, buffers.ints))
     by_arena = tuple(tuple(own[i] for own in moments) for i in range(len(weights)))
@@ -110,7 +140,7 @@ def _same(old: Static, new: Static, arenas: Arenas, fresh: Sequence[jax.Array]) 
     ]
 
 
-def _move(old: Static, new: Static, arenas: Arenas, fresh: Sequence[jax.Array]) -> Arenas:
+def _moved(old: Static, new: Static, arenas: Arenas, fresh: Sequence[jax.Array]) -> Arenas:
     return packed.pack(new.plan, _same(old, new, arenas, fresh), backend=new.spec.backend)
 
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import ops, packed, scalars
+from .arena_layout import ArenaLayout
 from .groups import Match, select
-from .plan import ArenaLayout, MemoryPlan
+from .plan import MemoryPlan
 from .step import Arenas, Buffers
 
 

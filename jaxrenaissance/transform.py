@@ -19,7 +19,8 @@ from .groups import Group
 from .hyperparams import Numbers
 from .options import Options, resolve
 from .paths import is_function, leaves_with_paths
-from .plan import NO_TRUST, MemoryPlan
+from .plan import MemoryPlan
+from .planning import NO_TRUST
 from .spec import Identity, Spec, fingerprint
 from .step import Buffers, changes, scalar_dtype
 
@@ -50,7 +51,7 @@ class Selection(NamedTuple):
 
     Attributes:
         mask: which have weight decay.
-        trust_ratio_mask: which have a trust ratio; `plan.NO_TRUST` for an optimizer without.
+        trust_ratio_mask: which have a trust ratio; `planning.NO_TRUST` for an optimizer without.
         groups: those with hyperparameters of their own.
     """
 

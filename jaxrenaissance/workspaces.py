@@ -11,7 +11,7 @@ derivatives; where it stands in for a primitive, their bits are the first words.
 import jax
 import numpy as np
 
-from .plan import ArenaLayout
+from .arena_layout import ArenaLayout
 
 PARTIAL = 8192
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrenaissance import ops, scalars
-from jaxrenaissance.plan import ArenaLayout, MemoryPlan
+from jaxrenaissance.arena_layout import ArenaLayout
+from jaxrenaissance.plan import MemoryPlan
 from jaxrenaissance.regions import Region
 
 BFLOAT16 = np.dtype(jax.numpy.bfloat16)

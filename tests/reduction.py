@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxrenaissance.plan import ArenaLayout
+from jaxrenaissance.arena_layout import ArenaLayout
 
 CHUNK = 1024
 

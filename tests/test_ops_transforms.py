@@ -1,7 +1,4 @@
-"""The ops under JAX's transformations, and what they refuse."""
-
-import functools
-import re
+"""The ops under JAX's transformations."""
 
 import jax
 import jax.numpy as jnp
@@ -9,65 +6,20 @@ import numpy as np
 import pytest
 from arenas import (
     BFLOAT16,
-    KINDS,
-    MOMENTS,
-    NUMBERS,
     assert_close,
     assert_same_bits,
     expected_update,
     kinds_on_native_backends,
-    make_floats,
-    make_layout,
-    native_backends,
     put,
-    put_all,
     random_leaves,
-    random_states,
     to_arena,
     to_leaves,
 )
 from jax.sharding import AxisType, PartitionSpec
-from states import count_compilations
+from ops_steps import LAYOUT, assert_states, operands, step_fn, wanted_states
 from whole_step import assert_whole_step, whole_step, whole_step_operands
 
 from jaxrenaissance import native, ops, scalars
-from jaxrenaissance.workspaces import workspace_size
-
-# Without an empty leaf: JAX 0.11's shard_map on the CPU breaks down over arrays without elements.
-LAYOUT = make_layout([(5,), (2, 33), (), (31,)], groups=[0, 1, 1, 0], stacked=[0, 1, 0, 0])
-
-
-@functools.cache
-def step_fn(kind, backend, layout=LAYOUT):
-    def step(carry, gradients):
-        floats, ints, (weights, *moments) = carry
-        ints = ops.statistics(layout, ints, gradients, backend=backend)
-        floats, ints = ops.prologue(floats, ints, backend=backend)
-        weights, moments, _ = ops.update(
-            kind, layout, floats, weights, moments, gradients, backend=backend
-        )
-        return floats, ints, [weights, *moments]
-
-    return step
-
-
-def operands(kind="adam", seed=0, dtype="float32"):
-    """Scalars, counters and states, and the gradients of three steps."""
-    rng = np.random.default_rng(seed)
-    carry = make_floats(factor=0.5), scalars.initial_ints(), random_states(LAYOUT, kind, rng)
-    return carry, [random_leaves(LAYOUT, rng) for _ in range(3)]
-
-
-def wanted_states(kind, states, gradients):
-    for i, leaves in enumerate(gradients):
-        arena = to_arena(LAYOUT, leaves)
-        states = expected_update(kind, LAYOUT, states, arena, step=i + 1, factor=0.5)
-    return states
-
-
-def assert_states(got, wanted):
-    for x, y in zip(got, wanted, strict=True):
-        assert_close(x, y)
 
 
 @kinds_on_native_backends
@@ -311,15 +263,6 @@ def test_a_whole_step_in_shard_map_with_gradients_of_each_device(backend):
         assert_same_bits(x[mesh.size - 1], y)
 
 
-@pytest.mark.parametrize("jit", [True, False])
-def test_operands_of_a_whole_step_that_are_not_donated_stay(jit, backend):
-    given = whole_step_operands(LAYOUT, np.random.default_rng(7))
-    placed = jax.tree.map(jnp.array, given)
-    fn = whole_step(LAYOUT, backend)
-    jax.block_until_ready((jax.jit(fn) if jit else fn)(*placed))
-    jax.tree.map(assert_same_bits, placed, given)
-
-
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("many", [False, True])
 def test_a_whole_step_without_a_module_is_that_of_the_xla_backend(many, x64, monkeypatch):
@@ -338,270 +281,3 @@ def test_a_whole_step_without_a_module_is_that_of_the_xla_backend(many, x64, mon
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-
-
-@native_backends
-def test_a_donated_whole_step_copies_none_of_its_arenas(backend):
-    # Without the lerps, whose targets are states that are also results.
-    floats, ints, states, leaves, _ = whole_step_operands(LAYOUT, np.random.default_rng(8))
-
-    def step(floats, ints, states, leaves):
-        weights, m, v, ema, accumulator = states
-        ints, total, workspace = ops.accumulate(
-            LAYOUT, ints, accumulator, leaves, flag=True, norms=True, backend=backend
-        )
-        floats, ints, *_ = ops.finish(
-            floats, ints, [workspace], [len(LAYOUT.segments)], gradients=1, backend=backend
-        )
-        weights, moments, ema = ops.update(
-            "adam", LAYOUT, floats, weights, (m, v), total, ema=ema, gated=True, backend=backend
-        )
-        return floats, ints, [weights, *moments, ema, total]
-
-    operands = jax.tree.map(jnp.array, (floats, ints, states, leaves))
-    compiled = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*operands).compile().as_text()
-    assert copies(compiled, [floats, ints, *states]) == []
-    assert len(re.findall(r"(may|must)-alias", compiled.splitlines()[0])) == 7
-
-
-# Buffers and compilations.
-
-
-@kinds_on_native_backends
-@pytest.mark.parametrize("jit", [True, False])
-def test_arrays_that_are_not_donated_stay(kind, jit, backend):
-    carry, gradients = operands(kind)
-    before = jax.tree.map(np.copy, (carry, gradients))
-    placed = jax.tree.map(jnp.array, (carry, gradients))
-    step = step_fn(kind, backend)
-    step = jax.jit(step) if jit else step
-    jax.block_until_ready([step(placed[0], leaves) for leaves in placed[1]])
-    jax.tree.map(assert_same_bits, placed, before)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_array_may_be_several_operands(kind, backend):
-    _, _, (weights, *_) = operands(kind)[0]
-    states = [np.abs(weights)] * (1 + MOMENTS[kind])
-    wanted = expected_update(kind, LAYOUT, states, states[0], factor=0.5)
-
-    def fn(floats, x):
-        moments = [x] * MOMENTS[kind]
-        new, moments, _ = ops.update(kind, LAYOUT, floats, x, moments, x, backend=backend)
-        return [new, *moments]
-
-    for step in jax.jit(fn), jax.jit(fn, donate_argnums=1):
-        assert_states(step(put(make_floats(factor=0.5)), jnp.array(states[0])), wanted)
-
-
-def donated_step(backend):
-    """unpack, the gradient of a nonlinear loss, statistics, prologue, update; state donated."""
-    layout = make_layout(
-        [(17,), (8, 17), (17, 17), (17, 3), (3,)], groups=[1, 0, 0, 0, 1], stacked=0
-    )
-
-    def loss(leaves, x):
-        bias, first, second, third, last = leaves
-        hidden = jnp.tanh(x @ first + bias)
-        hidden = hidden + jax.nn.gelu(hidden @ second)
-        return jnp.mean(jnp.square(hidden @ third + last))
-
-    def step(floats, ints, weights, m, v, x):
-        dtypes = [BFLOAT16 if len(shape) == 2 else np.dtype("f4") for shape in layout.shapes]
-        leaves = ops.unpack(layout, weights, dtypes, backend=backend)
-        value, grads = jax.value_and_grad(loss)(leaves, x)
-        ints = ops.statistics(layout, ints, grads, backend=backend)
-        floats, ints = ops.prologue(floats, ints, backend=backend)
-        weights, moments, _ = ops.update(
-            "adam", layout, floats, weights, (m, v), grads, backend=backend
-        )
-        return (floats, ints, weights, *moments), value
-
-    rng = np.random.default_rng(0)
-    weights = to_arena(layout, random_leaves(layout, rng))
-    state = make_floats(NUMBERS), scalars.initial_ints(), weights, 0 * weights, 0 * weights
-    x = rng.normal(size=(4, 8)).astype(np.float32)
-    return jax.jit(step, donate_argnums=range(5)), jax.tree.map(jnp.array, state), put(x)
-
-
-def copies(compiled, buffers):
-    """Lines of an HLO text that copy an array of the size of one of these."""
-    names = {"float32": "f32", "int32": "s32"}
-    sizes = {re.escape(f"{names[x.dtype.name]}[{x.size}]") for x in buffers}
-    assert all(re.search(size, compiled) for size in sizes)
-    copy = re.compile(rf"= \(?({'|'.join(sizes)})\S* copy")
-    return [line for line in compiled.splitlines() if copy.search(line)]
-
-
-@native_backends
-def test_a_donated_step_of_a_nonlinear_model_copies_nothing(backend):
-    step, state, x = donated_step(backend)
-    compiled = step.lower(*state, x).compile().as_text()
-    assert copies(compiled, state) == []
-    assert len(re.findall(r"(may|must)-alias", compiled.splitlines()[0])) == 5
-    if backend == "cpu":  # Without donation XLA copies, and this is how it writes that.
-        kept = jax.jit(step.__wrapped__).lower(*state, x).compile().as_text()
-        assert len(copies(kept, state)) >= 5
-
-
-def test_a_donated_state_trains_in_its_own_buffers(backend):
-    step, state, x = donated_step(backend)
-    state, first = step(*state, x)
-    where = sorted(a.unsafe_buffer_pointer() for a in state)
-    for _ in range(30):
-        old = state
-        state, loss = step(*state, x)
-        assert all(a.is_deleted() for a in old)
-    assert sorted(a.unsafe_buffer_pointer() for a in state) == where
-    assert float(loss) < 0.5 * float(first)
-    assert int(state[1][scalars.STEP]) == 31
-
-
-def test_new_numbers_and_an_equal_layout_compile_nothing(backend):
-    carry, gradients = operands()
-    layouts = [make_layout([(3,), (0,), (2, 33)], groups=[0, 1, 0]) for _ in range(2)]
-    assert layouts[0] is not layouts[1]
-    rng = np.random.default_rng(0)
-    jitted = jax.jit(step_fn("adam", backend))
-
-    def run(layout, lr):
-        leaves = put_all(random_leaves(layout, rng))
-        arena = ops.pack(layout, leaves, backend=backend)
-        floats = put(make_floats([n | {"lr": lr} for n in NUMBERS]))
-        ops.unpack(layout, arena, [x.dtype for x in leaves], backend=backend)
-        ints = ops.statistics(layout, put(scalars.initial_ints()), leaves, backend=backend)
-        floats, ints = ops.prologue(floats, ints, backend=backend)
-        w, _, _ = ops.update("momentum", layout, floats, arena, (arena,), leaves, backend=backend)
-        new = jitted(jax.device_put(carry), put_all(gradients[0]))
-        return jax.block_until_ready((w, new))
-
-    run(layouts[0], 0.1)
-    with count_compilations() as compiled:
-        run(layouts[0], 0.2)
-        run(layouts[1], 0.3)
-    assert compiled == []
-
-
-# Derivatives.
-
-
-def differentiable_calls(backend):
-    floats = jnp.asarray(make_floats())
-    arena = jnp.asarray(random_states(LAYOUT, "sgd", np.random.default_rng(0))[0])
-    ints = jnp.asarray(scalars.initial_ints())
-    leaves = [jnp.asarray(x) for x in random_leaves(LAYOUT, np.random.default_rng(0))]
-    words = jnp.zeros(workspace_size(LAYOUT), jnp.int32)
-    segments, taus = [len(LAYOUT.segments)], jnp.ones(2)
-    return {
-        "unpack": lambda x: ops.unpack(LAYOUT, arena * x, [np.float32] * 4, backend=backend)[0],
-        "pack": lambda x: ops.pack(
-            LAYOUT, [y * x.astype(y.dtype) for y in leaves], backend=backend
-        ),
-        "statistics": lambda x: x * ops.statistics(LAYOUT, ints, arena * x, backend=backend)[0],
-        "prologue": lambda x: ops.prologue(floats * x, ints, backend=backend)[0],
-        "update_sgd": lambda x: ops.update(
-            "sgd", LAYOUT, floats, arena * x, (), leaves, backend=backend
-        )[0],
-        "norms": lambda x: x * ops.norms(LAYOUT, ints, arena * x, flag=True, backend=backend)[0],
-        "accumulate": lambda x: ops.accumulate(
-            LAYOUT, ints, arena * x, leaves, flag=True, norms=False, backend=backend
-        )[1],
-        "finish": lambda x: ops.finish(
-            floats * x, ints, [words], segments, gradients=1, backend=backend
-        )[0],
-        "finish_update": lambda x: ops.finish_update(
-            floats * x, [words], segments, backend=backend
-        ),
-        "update_norms_sgd": lambda x: (
-            x * ops.update_norms("sgd", LAYOUT, floats, arena * x, (), leaves, backend=backend)[0]
-        ),
-        "lerp": lambda x: ops.lerp(LAYOUT, taus * x, [arena], None, backend=backend)[0],
-    }
-
-
-DIFFERENTIATED = (
-    "unpack",
-    "pack",
-    "statistics",
-    "norms",
-    "accumulate",
-    "prologue",
-    "finish",
-    "update_norms_sgd",
-    "finish_update",
-    "update_sgd",
-    "lerp",
-)
-
-
-@native_backends
-@pytest.mark.parametrize("name", DIFFERENTIATED)
-def test_differentiating_is_an_error_that_says_what_to_do(name, backend):
-    fn = lambda x: jnp.sum(differentiable_calls(backend)[name](x))  # noqa: E731
-    message = rf"jaxrenaissance's {name} cannot be differentiated.*state\.compute_params"
-    for derivative in (
-        jax.grad(fn),
-        jax.jit(jax.grad(fn)),
-        lambda x: jax.jvp(fn, (x,), (x,)),
-        jax.grad(jax.checkpoint(fn)),
-    ):
-        with pytest.raises(TypeError, match=message):
-            derivative(jnp.float32(1.0))
-
-
-def test_the_xla_backend_is_differentiable():
-    floats, factor = make_floats(factor=0.5), 0.5
-    rng = np.random.default_rng(0)
-    weights, m = random_states(LAYOUT, "momentum", rng)
-    gradient, cotangent = rng.normal(size=(2, LAYOUT.size)).astype(np.float32)
-
-    def fn(weights, gradient):
-        w, _, _ = ops.update("momentum", LAYOUT, floats, weights, (m,), gradient, backend="xla")
-        leaves = ops.unpack(LAYOUT, w, [np.float32] * 4, backend="xla")
-        return jnp.vdot(ops.pack(LAYOUT, leaves, backend="xla"), cotangent)
-
-    dw, dg = jax.jit(jax.grad(fn, (0, 1)))(jnp.asarray(weights), jnp.asarray(gradient))
-    ones = [np.ones(shape) for shape in LAYOUT.shapes]
-    keep = [x * (1 - 0.1 * 0.3 if i in (0, 3) else 1) for i, x in enumerate(ones)]
-    rate = [x * -factor * (0.1 if i in (0, 3) else 0.07) for i, x in enumerate(ones)]
-    assert_close(dw, cotangent * to_arena(LAYOUT, keep))
-    assert_close(dg, cotangent * to_arena(LAYOUT, rate))
-
-
-def test_average_bound_sum_and_lerp_are_differentiable_on_the_xla_backend():
-    rng = np.random.default_rng(1)
-    floats = make_floats([{"lr": 0.5}] * 2, one_minus_ema=0.25, max_value=1.0, loss_scale=2.0)
-    weights, ema, accumulator, target = rng.normal(size=(4, LAYOUT.size)).astype(np.float32)
-    gradient, cotangent = rng.normal(size=(2, LAYOUT.size)).astype(np.float32)
-    taus = jnp.full(2, 0.5)
-
-    def fn(gradient, max_norm):
-        ints = jnp.asarray(scalars.initial_ints()).at[scalars.MICRO].set(1)
-        ints, total, words = ops.accumulate(
-            LAYOUT, ints, jnp.asarray(accumulator), gradient, flag=True, norms=True, backend="xla"
-        )
-        new, ints, *_ = ops.finish(
-            jnp.asarray(floats).at[scalars.MAX_NORM].set(max_norm),
-            ints,
-            [words],
-            [len(LAYOUT.segments)],
-            gradients=1,
-            backend="xla",
-        )
-        _, _, average = ops.update(
-            "sgd", LAYOUT, new, jnp.asarray(weights), (), total, ema=jnp.asarray(ema), backend="xla"
-        )
-        (moved,) = ops.lerp(LAYOUT, taus, [jnp.asarray(target)], average, backend="xla")
-        return jnp.vdot(moved, cotangent)
-
-    # Two micro-batches and a scale of 2: a factor of 1/4, and less where the norm is bounded.
-    total = gradient + accumulator
-    counted = to_arena(LAYOUT, to_leaves(LAYOUT, total))  # What the norm is of: no padding.
-    norm = np.linalg.norm(counted)
-    for max_norm, factor in (np.inf, 0.25), (norm / 8, 0.125):
-        dg = jax.jit(jax.grad(fn))(jnp.asarray(gradient), np.float32(max_norm))
-        # Through the lerp, the average, the rate, the factor; clamped elements have none.
-        wanted = cotangent * 0.5 * 0.25 * -0.5 * factor * (np.abs(total * factor) < 1)
-        if max_norm < np.inf:  # And the factor is as 1 / norm, whose derivative is -total / norm^3.
-            wanted = wanted - np.vdot(wanted, total) * counted / norm**2
-        assert_close(dg, wanted)

@@ -1,85 +1,18 @@
 import pickle
 import time
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from flax import linen as nn
-from flax import nnx, struct
-from flax.core import FrozenDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import FULL, KEY, LORA, MASKED, Layer, Pair, array, check_invariants, paths
 
 from jaxrenaissance.models import MODELS, named_shapes
-from jaxrenaissance.packed import all_paths
-from jaxrenaissance.paths import leaves_with_paths, matches
-from jaxrenaissance.plan import SEGMENT_BYTES, MemoryPlan, PlanConfig
+from jaxrenaissance.plan import MemoryPlan, PlanConfig
 from jaxrenaissance.regions import BIAS_LIKE, W_REGIONS, WEIGHTS, Region
-
-
-def array(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def paths(plan):
-    return [leaf.path for leaf in plan.leaves]
-
-
-def groups(plan):
-    return {leaf.path: plan.groups[leaf.group] for leaf in plan.leaves}
-
-
-def check_invariants(plan, shards=1):
-    """Segments are aligned, disjoint, in order and cover each element; regions are in order."""
-    seen = []
-    for k, arena in enumerate(plan.arenas):
-        unit = SEGMENT_BYTES // arena.dtype.itemsize
-        start, size, leaf, inside, group = arena.segments.T
-        assert arena.segments.dtype == np.int64
-        assert arena.segments.shape[1] == 5
-        assert not arena.segments.flags.writeable
-        assert arena.size % (unit * shards) == 0
-        assert np.all(start % unit == 0)
-        assert np.all(size > 0)
-        assert np.all(start[1:] >= (start + size)[:-1])
-        assert not len(start) or start[-1] + size[-1] <= arena.size
-
-        assert len(arena.leaves) == len(arena.shapes) > 0
-        order = [(plan.leaves[i].region, i) for i in arena.leaves]
-        assert order == sorted(order)
-        seen += arena.leaves
-        for position, i in enumerate(arena.leaves):
-            it = plan.leaves[i]
-            rows = leaf == position
-            slices = int(np.prod(it.shape[: it.stacked]))
-            assert it.arena == k
-            assert it.shape == arena.shapes[position]
-            assert it.size == np.prod(it.shape)
-            assert rows.sum() == (slices if it.size else 0)
-            assert size[rows].sum() == it.size
-            assert inside[rows].tolist() == (np.cumsum(size[rows]) - size[rows]).tolist()
-            assert np.all(group[rows] == it.group)
-            if it.size:
-                assert start[rows][0] == it.offset
-
-        ranges = [plan.region_range(region, arena=k) for region in W_REGIONS]
-        assert ranges[0].offset == 0
-        for before, after in pairwise(ranges):
-            assert before.offset + before.size == after.offset
-        used = ranges[-1].offset + ranges[-1].size
-        assert arena.size - used < unit * shards
-        for position, i in enumerate(arena.leaves):
-            own = ranges[plan.leaves[i].region]
-            inside_region = start[leaf == position]
-            assert np.all(inside_region >= own.offset)
-            assert np.all(inside_region < own.offset + own.size)
-    assert sorted(seen) == list(range(len(plan.leaves)))
 
 
 def test_layout_by_hand():
@@ -129,35 +62,6 @@ def test_stacked_leaf_has_a_segment_for_each_slice():
     check_invariants(plan)
 
 
-@pytest.mark.parametrize(
-    "stacked", [1, {"*": 1}, {"a*": 1, "*": 1}, lambda path, leaf: leaf.ndim - 1]
-)
-def test_ways_to_say_what_is_stacked(stacked):
-    plan = MemoryPlan.build({"a": array(2, 3), "b": array(4, 5)}, stacked=stacked)
-    assert [leaf.stacked for leaf in plan.leaves] == [1, 1]
-    assert len(plan.arenas[0].segments) == 6
-
-
-@pytest.mark.parametrize(
-    ("stacked", "message"),
-    [
-        (3, "stacked: .*'a/w'"),
-        (-1, "stacked: .*'a/w'"),
-        (True, "stacked: .*'a/w'"),
-        (1.0, "stacked: .*'a/w'"),
-        ({"*/w": 3}, "stacked: .*'a/w'"),
-        ({"*/kernel": 1}, r"stacked: the pattern '\*/kernel' matches no leaf"),
-        ({"*": 1, "a/*": 2}, "stacked: patterns disagree .*'a/w'"),
-        (lambda path, leaf: 3, "stacked: .*'a/w'"),
-        (lambda path, leaf: None, "stacked: .*'a/w'"),
-        ("*", "stacked: .*'a/w'"),
-    ],
-)
-def test_stacked_errors_name_leaf_or_pattern(stacked, message):
-    with pytest.raises(ValueError, match=message):
-        MemoryPlan.build({"a": {"w": array(2, 3)}}, stacked=stacked)
-
-
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
 def test_padding_for_shards(shards):
     tree = {"w": array(7, 5), "b": array(5), "d": array(9, dtype=np.float64)}
@@ -181,7 +85,6 @@ def test_bad_shards(shards):
 
 
 EMPTY = array(0)
-FULL = array(5)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +154,6 @@ def test_half_precision_shares_the_float32_arena_and_float64_has_its_own():
     assert only64.leaves[0].arena == 0
 
 
-KEY = jax.eval_shape(lambda: jax.random.key(0))
-
-
 @pytest.mark.parametrize(
     "leaf",
     [
@@ -283,262 +183,6 @@ def test_a_leaf_that_an_arena_cannot_hold(leaf):
     assert plan.trained == (False, True)
     assert plan.treedef == jtu.tree_structure(tree)
     assert "1 not trained" in str(plan)
-
-
-LORA = {
-    "base": {"kernel": array(8, 8, dtype=jnp.int8), "scale": array(8)},
-    "lora": {"a": array(8, 2), "b": array(2, 8)},
-}
-
-
-@pytest.mark.parametrize(
-    "trainable",
-    [
-        "lora/*",
-        "*lora*",
-        ["lora/a", "lora/b"],
-        ("lora/?",),
-        lambda path, leaf: path.startswith("lora"),
-        lambda path, leaf: np.bool_(leaf.dtype == jnp.float32 and leaf.ndim == 2),
-        {"base": {"kernel": False, "scale": False}, "lora": {"a": True, "b": True}},
-        {"base": False, "lora": np.True_},
-    ],
-)
-def test_ways_to_say_what_is_trained(trainable):
-    plan = MemoryPlan.build(LORA, trainable=trainable)
-    assert plan.trained == (False, False, True, True)
-    assert paths(plan) == ["lora/a", "lora/b"]
-    check_invariants(plan)
-
-
-@pytest.mark.parametrize(
-    ("trainable", "message"),
-    [
-        ("head/*", r"trainable: the pattern 'head/\*' matches no leaf.*'base/kernel'"),
-        (["lora/*", "head"], "trainable: the pattern 'head' matches no leaf"),
-        (["lora/*", 3], "trainable: expected a pattern, got 3"),
-        (lambda path, leaf: False, "trainable: selects no leaf"),
-        (False, "trainable: selects no leaf"),
-        (lambda path, leaf: None, "trainable: expected a bool for 'base/kernel', got None"),
-        ({"base": False, "lora": {"a": True, "b": 1}}, "trainable: expected a bool for 'lora/b'"),
-        ({"base": False}, "trainable: expected a tree of bools"),
-        (["lora/*", True], "trainable: expected a pattern"),
-    ],
-)
-def test_trainable_errors(trainable, message):
-    with pytest.raises(ValueError, match=message):
-        MemoryPlan.build(LORA, trainable=trainable)
-
-
-def test_a_frozen_norm_still_says_what_its_bias_is():
-    tree = {"norm": {"scale": array(8), "bias": array(8)}}
-    (leaf,) = MemoryPlan.build(tree, trainable="*/bias").leaves
-    assert leaf.region is Region.W_BN_BIAS
-
-
-def test_options_for_leaves_are_asked_for_trained_leaves_only():
-    seen = []
-
-    def note(value):
-        def function(path, leaf):
-            seen.append(path)
-            return value
-
-        return function
-
-    MemoryPlan.build(LORA, trainable="lora/*", rules=note(None), stacked=note(0))
-    assert sorted(set(seen)) == ["lora/a", "lora/b"]
-    # A number for all leaves does not speak of frozen ones either.
-    frozen = {"key": KEY, "w": array(3, 4)}
-    assert MemoryPlan.build(frozen, trainable="w", stacked=1).leaves[0].stacked == 1
-
-
-MASKED = {"a": {"bias": array(3), "kernel": array(3, 3)}, "b": {"kernel": array(3, 3)}}
-
-
-@pytest.mark.parametrize(
-    ("mask", "decayed"),
-    [
-        (None, {"a/kernel", "b/kernel"}),
-        ("weights", {"a/kernel", "b/kernel"}),
-        (True, {"a/bias", "a/kernel", "b/kernel"}),
-        (False, set()),
-        ({"a": {"bias": True, "kernel": False}, "b": {"kernel": True}}, {"a/bias", "b/kernel"}),
-        ({"a": True, "b": False}, {"a/bias", "a/kernel"}),
-        (lambda params: jtu.tree_map(lambda x: x.ndim > 1, params), {"a/kernel", "b/kernel"}),
-        (lambda params: {"a": np.False_, "b": {"kernel": True}}, {"b/kernel"}),
-        (lambda params: True, {"a/bias", "a/kernel", "b/kernel"}),
-    ],
-)
-def test_mask(mask, decayed):
-    plan = MemoryPlan.build(MASKED, mask=mask)
-    check_invariants(plan)
-    assert {path for path, group in groups(plan).items() if group == "decay"} == decayed
-    assert plan.groups == ("decay", "no decay")
-    assert plan.num_groups == 2
-    # A mask moves no leaf.
-    assert [leaf.offset for leaf in plan.leaves] == [
-        leaf.offset for leaf in MemoryPlan.build(MASKED).leaves
-    ]
-
-
-def test_mask_that_is_a_callable_tree():
-    @jtu.register_dataclass
-    @dataclass
-    class Model:
-        weight: Any
-        bias: Any
-
-        def __call__(self, x):
-            raise AssertionError("called as a function of the parameters")
-
-    plan = MemoryPlan.build(Model(array(3, 3), array(3)), mask=Model(False, True))
-    assert groups(plan) == {"weight": "no decay", "bias": "decay"}
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        ("biases", "mask: expected None"),
-        ({"a": True}, "mask: expected a tree of bools"),
-        ({"a": {"bias": True, "kernel": "no"}, "b": True}, "mask: expected a bool for 'a/kernel'"),
-        ({"a": 1, "b": True}, "mask: expected a bool for 'a', got 1"),
-        (lambda params: params, "mask: expected a bool for 'a/bias'"),
-        (lambda params: None, "mask: expected a tree of bools"),
-    ],
-)
-def test_mask_errors(mask, message):
-    with pytest.raises(ValueError, match=message):
-        MemoryPlan.build(MASKED, mask=mask)
-
-
-def trusted(plan):
-    return {path for path, group in groups(plan).items() if group.endswith(", trust")}
-
-
-@pytest.mark.parametrize(
-    ("mask", "wanted"),
-    [
-        (None, {"a/kernel", "b/kernel"}),
-        ("weights", {"a/kernel", "b/kernel"}),
-        (True, {"a/bias", "a/kernel", "b/kernel"}),
-        (False, set()),
-        ({"a": {"bias": True, "kernel": False}, "b": True}, {"a/bias", "b/kernel"}),
-        (lambda params: jtu.tree_map(lambda x: x.ndim == 1, params), {"a/bias"}),
-    ],
-)
-def test_trust_ratio_mask(mask, wanted):
-    plan = MemoryPlan.build(MASKED, trust_ratio_mask=mask, mask={"a": True, "b": False})
-    check_invariants(plan)
-    assert trusted(plan) == wanted
-    assert plan.num_groups == 4
-    # The two masks are independent, and move no leaf.
-    decayed = {path for path, group in groups(plan).items() if group.startswith("decay")}
-    assert decayed == {"a/bias", "a/kernel"}
-    plain = MemoryPlan.build(MASKED)
-    assert [leaf.offset for leaf in plan.leaves] == [leaf.offset for leaf in plain.leaves]
-    assert plan != plain
-    assert "no decay, " + ("trust" if "b/kernel" in wanted else "no trust") in str(plan)
-
-
-def test_no_bias_or_norm_of_a_model_has_a_trust_ratio():
-    layers, heads = 3, 2
-    tree = {
-        "attention": {"query": {"kernel": array(8, heads, 4), "bias": array(heads, 4)}},
-        "class_token": array(1, 1, 8),
-        "conv": {"weight": array(6, 3, 3, 3), "bias": array(6, 1, 1)},
-        "haiku": {"w": array(4, 4), "b": array(4), "offset": array(4)},
-        "layers": {"mlp": {"kernel": array(layers, 8, 8), "bias": array(layers, 8)}},
-        "rms": {"scale": array(8)},
-        "scanned_norm": {"scale": array(layers, 8), "bias": array(layers, 8)},
-    }
-    plan = MemoryPlan.build(tree, trust_ratio_mask=None, stacked={"layers/*": 1, "scanned*": 1})
-    weights = {"attention/query/kernel", "conv/weight", "haiku/w", "layers/mlp/kernel"}
-    assert trusted(plan) == weights
-    assert {path for path, group in groups(plan).items() if group == "decay, trust"} == weights
-    assert set(groups(plan).values()) == {"decay, trust", "no decay, no trust"}
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        ("biases", "trust_ratio_mask: expected None"),
-        ({"a": True}, "trust_ratio_mask: expected a tree of bools"),
-        (lambda params: params, "trust_ratio_mask: expected a bool for 'a/bias'"),
-    ],
-)
-def test_trust_ratio_mask_errors(mask, message):
-    with pytest.raises(ValueError, match=message):
-        MemoryPlan.build(MASKED, trust_ratio_mask=mask)
-
-
-class Pair(NamedTuple):
-    kernel: Any
-    bias: Any
-
-
-@jtu.register_dataclass
-@dataclass
-class Layer:
-    kernel: Any
-    bias: Any
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda k, b: {"x": {"kernel": k, "bias": b}}, {"x/kernel", "x/bias"}),
-        (lambda k, b: FrozenDict({"x": {"kernel": k, "bias": b}}), {"x/kernel", "x/bias"}),
-        (lambda k, b: Pair(k, b), {"kernel", "bias"}),
-        (lambda k, b: [Layer(k, b)], {"0/kernel", "0/bias"}),
-        (lambda k, b: {"x": (k, [b])}, {"x/0", "x/1/0"}),
-    ],
-)
-def test_containers(make, expected):
-    tree = make(array(3, 4), array(4))
-    plan = MemoryPlan.build(tree)
-    check_invariants(plan)
-    assert set(paths(plan)) == expected
-    assert [(leaf.region in WEIGHTS, leaf.shape) for leaf in plan.leaves] == [
-        (x.ndim == 2, x.shape) for x in jtu.tree_leaves(tree)
-    ]
-    assert plan.treedef == jtu.tree_structure(tree)
-
-
-def test_names_that_repeat_in_different_branches():
-    layer = {"kernel": array(3, 3), "bias": array(3)}
-    tree = {"a": {"Dense_0": layer}, "b": {"Dense_0": {**layer, "scale": array(3)}}}
-    found = {leaf.path: leaf.region for leaf in MemoryPlan.build(tree).leaves}
-    assert found == {
-        "a/Dense_0/bias": Region.W_FC_BIAS,
-        "a/Dense_0/kernel": Region.W_FC_WEIGHT,
-        "b/Dense_0/bias": Region.W_BN_BIAS,
-        "b/Dense_0/kernel": Region.W_FC_WEIGHT,
-        "b/Dense_0/scale": Region.W_BN_WEIGHT,
-    }
-
-
-def test_an_array_at_two_places_is_two_leaves():
-    tied = jnp.ones((3, 4), jnp.float32)
-    plan = MemoryPlan.build({"embed": {"embedding": tied}, "head": {"kernel": tied}})
-    assert [leaf.offset for leaf in plan.leaves] == [0, 32]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "path", "expected"),
-    [
-        ("*/bias", "a/b/bias", True),
-        ("*/bias", "bias", False),
-        ("bias", "a/bias", False),
-        ("a/*", "a/b/c", True),
-        ("?/b", "a/b", True),
-        ("[ab]/c", "b/c", True),
-        ("A/*", "a/b", False),
-        ("*", "", True),
-    ],
-)
-def test_patterns_match_the_whole_path(pattern, path, expected):
-    assert matches(pattern, path) is expected
 
 
 def test_region_ranges_of_a_group_are_contiguous_and_meet():
@@ -729,8 +373,14 @@ def test_a_long_table_is_abbreviated():
 
 
 names = st.sampled_from(["kernel", "bias", "scale", "weight", "w", "b", "conv", "embedding", "x"])
+
+
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+
+
 dtypes = st.sampled_from([np.float32, jnp.bfloat16, np.float16, np.float64])
+
+
 trees = st.recursive(
     st.builds(jax.ShapeDtypeStruct, shapes, dtypes) | st.none(),
     lambda inner: st.dictionaries(names, inner, max_size=4) | st.lists(inner, max_size=3),
@@ -750,65 +400,3 @@ def test_random_trees(tree, shards, mask, axes):
     assert plan == MemoryPlan.build(
         tree, shards=shards, mask=mask, stacked=lambda path, leaf: min(axes, leaf.ndim)
     )
-
-
-def test_two_leaves_of_one_path_are_refused():
-    tree = {"a/b": jnp.ones(2), "a": {"b": jnp.ones(3)}}
-    with pytest.raises(ValueError, match="'a/b' is the path of more than one leaf"):
-        MemoryPlan.build(tree)
-
-
-class Attention(NamedTuple):
-    query: Any
-    key: Any
-    value: Any
-
-
-class Gate(NamedTuple):
-    value: Any
-
-
-class Both(NamedTuple):
-    value: Any
-    raw_value: Any
-
-
-@struct.dataclass
-class Cell:
-    value: Any
-
-
-class Projections(eqx.Module):
-    key: Any
-    value: Any
-
-
-def test_only_flax_boxes_leave_their_value_out_of_the_path():
-    tree = {
-        "attn": Attention(*[array(2, 2)] * 3),
-        "eqx": Projections(array(2, 2), array(2, 2)),
-        "gate": Gate(array(3)),
-        "cell": Cell(array(3)),
-        "both": Both(array(1), array(1)),
-        "head": nnx.Param(array(2, 2)),
-        "list": [nn.Partitioned(array(2), ("a",)), nn.LogicallyPartitioned(array(2), ("a",))],
-        "module": nnx.eval_shape(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
-        "nested": nnx.Param({"a": array(1), "b": array(1)}),
-    }
-    plan = MemoryPlan.build(tree)
-    expected = [
-        *("attn/query", "attn/key", "attn/value", "both/value", "both/raw_value", "cell/value"),
-        *("eqx/key", "eqx/value", "gate/value", "head", "list/0", "list/1"),
-        *("module/bias", "module/kernel", "nested/value/a", "nested/value/b"),
-    ]
-    assert paths(plan) == all_paths(plan) == expected
-    assert paths(MemoryPlan.build(tree, trainable="attn/*")) == expected[:3]
-    assert [path for path, _ in leaves_with_paths(tree)] == expected
-
-
-def test_paths_where_nothing_is_looked_into():
-    tree = {"a": Gate(1), "b": nnx.Param(2), "c": [3, 4], "d": None}
-    found = leaves_with_paths(tree, lambda x: isinstance(x, list | nnx.Variable))
-    assert found == [("a/value", 1), ("b", tree["b"]), ("c", [3, 4])]
-    assert leaves_with_paths(nnx.Param(2)) == leaves_with_paths(2) == [("", 2)]
-    assert leaves_with_paths(Gate(2)) == [("value", 2)]

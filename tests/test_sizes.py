@@ -82,10 +82,11 @@ def test_a_hundred_leaves(backend):
     assert_all_ops_are_right("sgd", layout, gradients, copies, backend=backend)
 
 
-# The first three have one leaf with elements more than the tables of CUDA's launches hold.
+# The first three have one leaf with elements more than the tables of CUDA's launches hold; 5000
+# fill 8 of the CPU's chunks. XLA takes time that grows with the square of how many there are.
 @native_backends
 @pytest.mark.parametrize(
-    "count", [78, 539, 1845, 8000, pytest.param(21_000, marks=pytest.mark.gpu)]
+    "count", [78, 539, 1845, 5000, pytest.param(21_000, marks=pytest.mark.gpu)]
 )
 def test_thousands_of_leaves(count, backend):
     layout = many_leaves(count)

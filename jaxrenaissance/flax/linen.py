@@ -15,7 +15,7 @@ from .. import train_state as core_state
 from ..compute_dtypes import ComputeDtype
 from ..foreign import check_optimizer
 from ..packed import Packed
-from ..plan import Rules, Stacked
+from ..planning import Rules, Stacked
 from .wrapper import Wrapper, create_core
 
 _KEEP: Any = object()

@@ -10,7 +10,7 @@ from flax.traverse_util import unflatten_dict
 
 from ..foreign import check_optimizer
 from ..hyperparams import Number
-from ..plan import Rules, Stacked
+from ..planning import Rules, Stacked
 from ..train_state import TrainState
 from ..transform import Optimizer as CoreOptimizer
 from .nnx_trees import Path, check_selected, flat_values, gradient_tree

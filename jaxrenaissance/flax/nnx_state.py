@@ -15,7 +15,7 @@ from ..extra import copy
 from ..foreign import check_optimizer
 from ..gradients import Gradients
 from ..packed import Packed
-from ..plan import Rules, Stacked
+from ..planning import Rules, Stacked
 from ..train_state import TrainState
 from ..transform import Optimizer
 from .nnx_trees import (

@@ -10,8 +10,8 @@ import jax.tree_util as jtu
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from ..arena_layout import arena_dtype
 from ..paths import path_string, select_trained
-from ..plan import arena_dtype
 
 Path = tuple[Any, ...]
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from .. import scalars
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 from ..reference import accumulate as reference
 from ..reference.words import results_in_words
 from ..workspaces import workspace_size

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 from ..reference import changes as reference
 from .checks import check_floats, check_leaf_dtypes, check_leaves, check_ratios
 from .primitive import Op

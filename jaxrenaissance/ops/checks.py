@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from .. import scalars
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 from ..workspaces import least_size, norm_dtype
 
 FLOAT32_LEAVES = tuple(np.dtype(d) for d in ("float32", jax.numpy.bfloat16, "float16"))

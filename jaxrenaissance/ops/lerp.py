@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 from ..reference import lerp as reference
 from .checks import check_arena, check_array, gradient_operands, num_groups
 from .primitive import Op

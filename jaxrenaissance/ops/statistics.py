@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from .. import scalars
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 from ..reference import statistics as reference
 from .checks import check_ints, gradient_operands
 from .primitive import Op

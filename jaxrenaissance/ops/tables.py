@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 from ..reference import update as reference
 from .checks import check_arena, check_floats, check_ratios, gradient_operands
 from .primitive import Op

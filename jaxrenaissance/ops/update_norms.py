@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 from ..reference import update_norms as reference
 from ..reference.words import results_in_words
 from ..workspaces import workspace_size

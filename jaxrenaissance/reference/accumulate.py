@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import scalars
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 from .norms import norms_of
 from .packing import to_arena, to_leaves, unpack
 from .statistics import lower_first_bad

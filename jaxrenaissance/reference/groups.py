@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 
 
 def runs(layout: ArenaLayout) -> list[tuple[int, int, int]]:

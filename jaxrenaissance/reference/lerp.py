@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 from .groups import runs
 from .packing import to_arena
 

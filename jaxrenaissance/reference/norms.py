@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 from ..workspaces import norm_dtype
 from .packing import blocks, to_leaves
 from .statistics import lower_first_bad

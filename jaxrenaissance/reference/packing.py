@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..plan import SEGMENT_BYTES, ArenaLayout
+from ..arena_layout import SEGMENT_BYTES, ArenaLayout
 
 
 class Block(NamedTuple):

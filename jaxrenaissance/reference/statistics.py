@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import scalars
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 from .packing import to_leaves
 
 

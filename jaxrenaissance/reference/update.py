@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import scalars as s
-from ..plan import ArenaLayout
+from ..arena_layout import ArenaLayout
 from .groups import runs
 from .lerp import towards
 from .norms import norms_of
