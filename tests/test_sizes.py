@@ -1,6 +1,7 @@
 """Leaves of every awkward size: none, one, exactly a tile, very many, and beyond 2³¹ elements."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from arenas import (
 )
 
 from jaxrenaissance import ops, scalars
+from jaxrenaissance.bench import launches
 
 # Blocks of CUDA's threads take 1024 elements, chunks of the CPU's 16,384; two threads
 # share the work from 8 or 16 chunks on.
@@ -82,11 +84,23 @@ def test_a_hundred_leaves(backend):
     assert_all_ops_are_right("sgd", layout, gradients, copies, backend=backend)
 
 
-# The first three have one leaf with elements more than the tables of CUDA's launches hold; 5000
+# The first ones have one leaf with elements more than a table of CUDA's launches holds; 5000
 # fill 8 of the CPU's chunks. XLA takes time that grows with the square of how many there are.
+MORE_THAN_A_TABLE = [
+    next(count for count in itertools.count() if count - -(-count // 6) == most + 1)
+    for most in (
+        64,
+        launches.OF_OTHERS_IN_A_BATCH,
+        launches.SEGMENTS_A_LAUNCH["changes"],
+        launches.SEGMENTS_A_LAUNCH["norms"],
+        launches.SEGMENTS_OF_OTHERS,
+    )
+]
+
+
 @native_backends
 @pytest.mark.parametrize(
-    "count", [78, 539, 1845, 5000, pytest.param(21_000, marks=pytest.mark.gpu)]
+    "count", [*MORE_THAN_A_TABLE, 5000, pytest.param(21_000, marks=pytest.mark.gpu)]
 )
 def test_thousands_of_leaves(count, backend):
     layout = many_leaves(count)
