@@ -32,8 +32,8 @@ call and host are of a bare step, without a backward pass: where it has fewer th
 device: a step of many in one compiled loop, or in one CUDA graph, without the host's part
 launches: of our kernels in a step, counted in the compiled program
 bytes: those that a step must move for each parameter; of copy: at which part of the copy's rate;
-  on a CPU the copy also reads what it overwrites, which is not counted, so 1.5 is possible, and more
-  where caches hold part of it
+  on a CPU the copy also reads what it overwrites, which is not counted, so 1.5 is possible, and
+  more where caches hold part of it
 times optax: of the call, above 1 is faster; on the device: of the loop; tie: within the spreads"""
 
 
