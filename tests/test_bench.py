@@ -277,6 +277,8 @@ def test_values_are_random_and_large_arrays_repeat_them():
     assert values.std() == pytest.approx(1, rel=0.01)
     leaves = jax.tree.leaves(random_tree(shapes_of("2x100"), 0, 0.1))
     assert not jnp.array_equal(*leaves)
+    (large,) = jax.tree.leaves(random_tree({"a": jax.ShapeDtypeStruct((2, POOL), "f4")}, 0, 0.5))
+    np.testing.assert_array_equal(large, 0.5 * random_values(2 * POOL).reshape(2, POOL))
 
 
 def test_what_does_not_fit_is_seen():

@@ -47,8 +47,7 @@ def shapes_of(model: str) -> Any:
 
 def random_values(size: int, seed: int = 0) -> np.ndarray:
     """Normal float32 values: times on zeros would flatter. Those beyond `POOL` repeat."""
-    pool = np.random.default_rng(seed).standard_normal(min(size, POOL), np.float32)
-    return pool if size <= POOL else np.resize(pool, size)
+    return np.resize(_pool(size, seed), size)
 
 
 def random_tree(shapes: Any, seed: int, scale: float, dtype: Any = jnp.float32) -> Any:
@@ -56,6 +55,11 @@ def random_tree(shapes: Any, seed: int, scale: float, dtype: Any = jnp.float32) 
     flat, structure = jax.tree.flatten(shapes)
     leaves = []
     for i, leaf in enumerate(flat):
-        values = random_values(leaf.size, seed + 2 * i).reshape(leaf.shape)
-        leaves.append(jnp.asarray(scale * values, dtype))
+        # Repeated there, since bringing gigabytes to a device takes longer than timing it.
+        values = jnp.resize(scale * _pool(leaf.size, seed + 2 * i), leaf.shape)
+        leaves.append(values.astype(dtype))
     return jax.tree.unflatten(structure, leaves)
+
+
+def _pool(size: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(min(size, POOL), np.float32)
