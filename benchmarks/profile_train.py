@@ -2,9 +2,8 @@
 
     python benchmarks/profile_train.py [--models resnet50_32,resnet50_224,gpt2] [--json FILE]
 
-JAX's profiler records some steps of the sides "ours" of bench_train.py. While it runs, XLA starts
-kernels one by one in place of replaying a CUDA graph, so that the device idles more than in
-training; the kernels' own times are what they are there.
+JAX's profiler records some steps of the sides "ours" of bench_train.py. XLA replays no CUDA graph
+while it runs, but starts kernels one by one, so that the device may idle more than in training.
 """
 
 import argparse
