@@ -106,8 +106,7 @@ def main() -> None:
     rows = []
     for model in args.models.split(","):
         rows += bench(model, args)
-        print(f"{model} done", flush=True)
-    report("Train steps", rows, args.json)
+        report("Train steps", rows, args.json)  # at once, for a run that is cut off later
 
 
 if __name__ == "__main__":
