@@ -12,7 +12,7 @@ import numpy as np
 from .regions import Region
 
 SEGMENT_BYTES = 128
-"""Every segment starts on a multiple of this many bytes."""
+"""Every segment of float32 or float64 starts on a multiple of this many bytes."""
 
 _ARENA_OF = {
     "float32": np.dtype("float32"),
@@ -57,13 +57,15 @@ class ArenaLayout:
     """The layout of one arena: static, hashable, equal by identity first and by content then.
 
     Attributes:
-        dtype: float32 or float64.
-        size: elements; a multiple of `128 * shards` bytes.
+        dtype: float32 or float64. For what travels between devices, `pack` and `unpack` also work
+            with arenas of bfloat16 and float16; no plan has such.
+        size: elements; a multiple of `line_elements(dtype)` for every shard.
         leaves: indices into `MemoryPlan.leaves` in arena order: by region, then as in the tree.
         shapes: the leaves' shapes, in arena order.
         segments: int64 [n, 5], read-only, in increasing start. Columns: start, size (elements),
             leaf (its position in arena order), offset inside the leaf (elements), group. A stacked
-            leaf has a row for each slice; a leaf without elements has none.
+            leaf has a row for each slice; a leaf without elements has none. In a layout for `pack`
+            and `unpack` alone, any rows may cover a leaf, in any order of their leaf offsets.
     """
 
     dtype: np.dtype
@@ -113,6 +115,14 @@ def arena_dtype(leaf: Any) -> np.dtype | None:
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return None
     return _ARENA_OF.get(leaf.dtype.name)  # By name: bfloat16 and keys are not NumPy's own.
+
+
+def line_elements(dtype: np.dtype) -> int:
+    """Every segment starts on a multiple of this many elements.
+
+    In arenas of bfloat16 and float16 it is that of float32, so the same offsets serve both.
+    """
+    return SEGMENT_BYTES // max(dtype.itemsize, 4)
 
 
 def round_up(size: int, unit: int) -> int:

@@ -18,7 +18,7 @@ from arenas import (
 from jaxrenaissance import ops
 from jaxrenaissance import scalars as s
 
-SIZE, IS_DOUBLE = 64, 0
+SIZE, FLOAT32 = 64, 0  # elements, the dtype's code
 SEGMENT = (0, 40, 0, 0, 0)  # start, size, leaf, offset in it, group
 WORKSPACE = jax.ShapeDtypeStruct((4,), np.int32)  # of one segment and partial
 
@@ -36,7 +36,7 @@ def unpack(layout, dtype="float32", **attributes):
 @native_backends
 def test_a_call_that_fits(backend):
     arena = np.arange(SIZE, dtype=np.float32)
-    run = unpack((SIZE, IS_DOUBLE, *SEGMENT))
+    run = unpack((SIZE, FLOAT32, *SEGMENT))
     for shift in (0, 1):
         np.testing.assert_array_equal(run(*put_all([arena + shift])), arena[:40] + shift)
 
@@ -46,15 +46,17 @@ def test_a_call_that_fits(backend):
     ("layout", "attributes", "message"),
     [
         ((SIZE,), {}, "the layout is malformed"),
-        ((SIZE, IS_DOUBLE, *SEGMENT[:-1]), {}, "the layout is malformed"),
-        ((SIZE, IS_DOUBLE, *SEGMENT, 64, 1, 0, 0, 0), {}, "segment 1 does not fit the arena"),
-        ((SIZE, IS_DOUBLE, 32, 40, 0, 0, 0), {}, "segment 0 does not fit the arena"),
-        ((SIZE, IS_DOUBLE, -32, 40, 0, 0, 0), {}, "segment 0 does not fit the arena"),
-        ((SIZE, IS_DOUBLE, 0, 0, 0, 0, 0), {}, "segment 0 does not fit the arena"),
-        ((SIZE, IS_DOUBLE, 0, 40, -1, 0, 0), {}, "segment 0 does not fit the arena"),
-        ((SIZE, IS_DOUBLE, 0, 40, 0, 0, -1), {}, "segment 0 does not fit the arena"),
-        ((SIZE, IS_DOUBLE, *SEGMENT), {"members": np.int64(-1)}, "members is missing or negative"),
-        ((SIZE, IS_DOUBLE, *SEGMENT), {"shared": np.int64(0)}, "attribute shared is missing"),
+        ((SIZE, FLOAT32, *SEGMENT[:-1]), {}, "the layout is malformed"),
+        ((SIZE, FLOAT32, *SEGMENT, 64, 1, 0, 0, 0), {}, "segment 1 does not fit the arena"),
+        ((SIZE, FLOAT32, 32, 40, 0, 0, 0), {}, "segment 0 does not fit the arena"),
+        ((SIZE, FLOAT32, -32, 40, 0, 0, 0), {}, "segment 0 does not fit the arena"),
+        ((SIZE, FLOAT32, 0, 0, 0, 0, 0), {}, "segment 0 does not fit the arena"),
+        ((SIZE, FLOAT32, 0, 40, -1, 0, 0), {}, "segment 0 does not fit the arena"),
+        ((SIZE, FLOAT32, 0, 40, 0, 0, -1), {}, "segment 0 does not fit the arena"),
+        ((SIZE, 4, *SEGMENT), {}, "the layout is malformed"),
+        ((SIZE, -1, *SEGMENT), {}, "the layout is malformed"),
+        ((SIZE, FLOAT32, *SEGMENT), {"members": np.int64(-1)}, "members is missing or negative"),
+        ((SIZE, FLOAT32, *SEGMENT), {"shared": np.int64(0)}, "attribute shared is missing"),
     ],
 )
 def test_attributes_that_are_wrong_do_not_compile(layout, attributes, message, backend):
@@ -66,10 +68,12 @@ def test_attributes_that_are_wrong_do_not_compile(layout, attributes, message, b
 @pytest.mark.parametrize(
     ("layout", "dtype", "message"),
     [
-        ((SIZE, IS_DOUBLE, 0, 40, 1, 0, 0), "float32", "segments name more leaves than there are"),
-        ((SIZE, IS_DOUBLE, *SEGMENT), "int32", "leaf 0 has a dtype that is not supported"),
-        ((2 * SIZE, IS_DOUBLE, *SEGMENT), "float32", "the arena has another size or type"),
+        ((SIZE, FLOAT32, 0, 40, 1, 0, 0), "float32", "segments name more leaves than there are"),
+        ((SIZE, FLOAT32, *SEGMENT), "int32", "leaf 0 has a dtype that is not supported"),
+        ((2 * SIZE, FLOAT32, *SEGMENT), "float32", "the arena has another size or type"),
         ((SIZE, 1, *SEGMENT), "float32", "the arena has another size or type"),
+        ((SIZE, 2, *SEGMENT), "float32", "the arena has another size or type"),
+        ((SIZE, 3, *SEGMENT), "float32", "the arena has another size or type"),
     ],
 )
 def test_buffers_that_do_not_fit_are_refused_every_time(layout, dtype, message, backend):
@@ -77,6 +81,40 @@ def test_buffers_that_do_not_fit_are_refused_every_time(layout, dtype, message, 
     for _ in range(2):
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxrenaissance: {message}"):
             jax.block_until_ready(run(*put_all([np.zeros(SIZE, np.float32)])))
+
+
+@native_backends
+@pytest.mark.parametrize(
+    ("index", "attributes", "message"),
+    [
+        (np.zeros(1, np.float32), {"shards": np.int64(1)}, "the index is not an int32"),
+        (np.zeros(2, np.int32), {"shards": np.int64(1)}, "the index is not an int32"),
+        (np.zeros((), np.int32), {}, "attribute shards is missing"),
+        (np.zeros((), np.int32), {"shards": np.int64(0)}, "shards is not positive"),
+    ],
+)
+def test_pieces_that_are_none_are_refused(index, attributes, message, backend):
+    call = jax.ffi.ffi_call(
+        "jaxrenaissance_pack_piece_v1", [jax.ShapeDtypeStruct((SIZE,), np.float32)]
+    )
+    attributes = {"members": np.int64(1), "shared": np.array([-1])} | attributes
+    layout = np.array([SIZE, FLOAT32, *SEGMENT])
+    run = jax.jit(lambda *arrays: call(*arrays, layout=layout, **attributes))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxrenaissance: {message}"):
+        jax.block_until_ready(run(*put_all([index, np.zeros(40, np.float32)])))
+
+
+@native_backends
+@pytest.mark.parametrize("code", [2, 3])
+def test_only_pack_and_unpack_have_arenas_of_two_bytes(code, backend):
+    ints = jax.ShapeDtypeStruct((s.INTS,), np.int32)
+    call = jax.ffi.ffi_call("jaxrenaissance_statistics_v1", [ints], input_output_aliases={0: 0})
+    attributes = {name: np.int64(x) for name, x in {"members": 1, "from_arena": 0}.items()}
+    attributes |= {"shared": np.array([-1]), "layout": np.array([SIZE, code, *SEGMENT])}
+    run = jax.jit(lambda *arrays: call(*arrays, first_leaf=np.int64(0), **attributes))
+    message = "jaxrenaissance: only pack and unpack work with an arena of bfloat16 or float16"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(run(*put_all([s.initial_ints(), np.zeros(40, np.float32)])))
 
 
 @native_backends
@@ -107,7 +145,7 @@ def test_changes_of_what_is_wrong_before_the_weights_are_read(floats, dtype, mes
         name: np.int64(x) for name, x in {"members": 1, "weights": 1, "ratios": 0}.items()
     }
     segments = [(32 * i, 32, i, 0, 0) for i in range(3)]
-    layout = np.array([96, IS_DOUBLE, *np.ravel(segments)])
+    layout = np.array([96, FLOAT32, *np.ravel(segments)])
     shared = np.array([-1])
     run = jax.jit(lambda *arrays: call(*arrays, layout=layout, shared=shared, **attributes))
     gradients, weights = [np.zeros(32, dtype)] * 3, [np.zeros(32, np.float32)] * 3

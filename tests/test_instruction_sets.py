@@ -7,10 +7,10 @@ import sys
 import pytest
 
 PROGRAM = """
-import hashlib, sys
+import dataclasses, hashlib, sys
 sys.path.insert(0, {tests!r})
 import jax, numpy as np
-from arenas import make_floats, make_layout, random_leaves, random_states
+from arenas import LEAF_DTYPES, make_floats, make_layout, random_leaves, random_states
 from jaxrenaissance import native, ops, scalars
 
 digest = hashlib.sha256()
@@ -29,6 +29,14 @@ for kind in ("sgd", "momentum", "nesterov", "adam"):
             ints = ops.statistics(layout, scalars.initial_ints(), leaves, backend="cpu")
             for x in [new, *more, *copies, ops.pack(layout, leaves, backend="cpu"), ints]:
                 digest.update(np.asarray(x).tobytes())
+            for narrow in LEAF_DTYPES["float32"][1:]:
+                if dtype == "float64":
+                    continue
+                own = dataclasses.replace(layout, dtype=narrow)
+                arena = ops.pack(own, leaves, backend="cpu")
+                dtypes = [x.dtype for x in leaves[1:] + leaves[:1]]
+                for x in [arena, *ops.unpack(own, arena, dtypes, backend="cpu")]:
+                    digest.update(np.asarray(x).tobytes())
 print(native.build_info("cpu")["instruction_set"], digest.hexdigest())
 """
 

@@ -1,5 +1,6 @@
 """What the ops refuse when they are traced or lowered: by the name of the argument."""
 
+import dataclasses
 import inspect
 import re
 
@@ -15,6 +16,7 @@ from jaxrenaissance.workspaces import workspace_size
 LAYOUT = make_layout([(5,), (2, 33), (), (31,)], groups=[0, 1, 1, 0], stacked=[0, 1, 0, 0])
 ARENA = jax.ShapeDtypeStruct((LAYOUT.size,), np.float32)
 FLOATS = jax.ShapeDtypeStruct((64,), np.float32)
+INDEX = jax.ShapeDtypeStruct((), np.int32)
 INTS = jax.ShapeDtypeStruct((16,), np.int32)
 WORDS = jax.ShapeDtypeStruct((workspace_size(LAYOUT),), np.int32)
 SEGMENTS = [len(LAYOUT.segments)]
@@ -30,11 +32,18 @@ def changed(leaves, i, **change):
     return [like(x, **change) if i == k else x for k, x in enumerate(leaves)]
 
 
+def one_piece():
+    """The layout of the only piece, whose segments have no group."""
+    segments = LAYOUT.segments * (1, 1, 1, 1, 0)
+    return dataclasses.replace(LAYOUT, segments=segments)
+
+
 def call(name, backend="auto", **change):
     """Traces an op with one operand changed."""
     given = {
         "floats": FLOATS,
         "ints": INTS,
+        "index": INDEX,
         "weights": ARENA,
         "arena": ARENA,
         "accumulator": ARENA,
@@ -80,6 +89,9 @@ def call(name, backend="auto", **change):
         ),
         "lerp": lambda taus, targets, source: ops.lerp(LAYOUT, taus, targets, source, **options),
         "pack": lambda leaves: ops.pack(LAYOUT, leaves, **options),
+        "pack_piece": lambda leaves, index: ops.pack_piece(
+            one_piece(), leaves, index, shards=1, **options
+        ),
         "unpack": lambda arena: ops.unpack(
             LAYOUT, arena, change.get("dtypes", [np.float32] * 4), **options
         ),
@@ -100,6 +112,7 @@ OPS = (
     "accumulate",
     "lerp",
     "pack",
+    "pack_piece",
     "unpack",
 )
 WRONG = {
@@ -123,6 +136,9 @@ WRONG = {
         {"leaves": changed(LEAVES, 3, dtype=np.int8)},
         r"leaves\[3\]: got int8\[31\], wanted float32 or bfloat16 or float16\[31\]",
     ),
+    "leaf too few to cut": ("pack_piece", {"leaves": LEAVES[1:]}, "leaves: got 3 leaves, wanted 4"),
+    "index with an axis": ("pack_piece", {"index": like(INDEX, (1,))}, r"index: got int32\[1\]"),
+    "unsigned index": ("pack_piece", {"index": like(INDEX, dtype=np.uint32)}, "index: got uint32"),
     "gradient of another shape": (
         "update",
         {"gradients": changed(LEAVES, 2, shape=(1,))},
@@ -256,6 +272,21 @@ def test_what_is_right_is_not_refused():
     call("changes", leaves=None)
     call("lerp", source=None, targets=[ARENA, ARENA])
     call("finish", workspaces=[WORDS, WORDS], segments=SEGMENTS * 2)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float16")])
+@pytest.mark.parametrize("backend", ["auto", "xla"])
+def test_only_pack_and_unpack_work_with_narrow_arenas(dtype, backend, monkeypatch):
+    arena = like(ARENA, dtype=dtype)
+    given = {"backend": backend, "arena": arena, "weights": arena, "accumulator": arena}
+    given |= {"moments": (arena, arena), "targets": [arena], "taus": like(TAUS, dtype=dtype)}
+    monkeypatch.setitem(globals(), "LAYOUT", dataclasses.replace(LAYOUT, dtype=dtype))
+    for name in OPS:
+        if name in ("pack", "pack_piece", "unpack"):
+            call(name, **given)
+        elif name not in ("prologue", "finish", "finish_update"):
+            with pytest.raises(ValueError, match=f"layout: got an arena of {dtype}, wanted"):
+                call(name, **given)
 
 
 def test_a_float64_arena_wants_float64_scalars():

@@ -31,6 +31,9 @@ def differentiable_calls(backend):
         "pack": lambda x: ops.pack(
             LAYOUT, [y * x.astype(y.dtype) for y in leaves], backend=backend
         ),
+        "pack_piece": lambda x: ops.pack_piece(
+            LAYOUT, [y * x.astype(y.dtype) for y in leaves], jnp.int32(0), shards=1, backend=backend
+        ),
         "statistics": lambda x: x * ops.statistics(LAYOUT, ints, arena * x, backend=backend)[0],
         "prologue": lambda x: ops.prologue(floats * x, ints, backend=backend)[0],
         "update_sgd": lambda x: ops.update(
@@ -56,6 +59,7 @@ def differentiable_calls(backend):
 DIFFERENTIATED = (
     "unpack",
     "pack",
+    "pack_piece",
     "statistics",
     "norms",
     "accumulate",

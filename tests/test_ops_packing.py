@@ -1,6 +1,8 @@
 """pack and unpack: every rounding, every bit that must survive, padding."""
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ from arenas import (
     bits,
     group_of_elements,
     make_layout,
+    native_backends,
     put,
     put_all,
     random_leaves,
@@ -20,7 +23,8 @@ from arenas import (
     usual_layout,
 )
 
-from jaxrenaissance import ops
+from jaxrenaissance import ops, scalars
+from jaxrenaissance.arena_layout import ArenaLayout, line_elements, round_up
 
 PATTERNS = np.arange(1 << 16, dtype=np.uint16)
 HALVES = {"bfloat16": BFLOAT16, "float16": np.dtype("float16")}
@@ -215,3 +219,281 @@ def test_a_single_leaf(shape, backend):
     arena = pack(layout, [leaf], backend)
     assert_same_bits(arena, to_arena(layout, [leaf]))
     assert_same_bits(unpack(layout, arena, [leaf.dtype], backend)[0], leaf)
+
+
+# Arenas of bfloat16 and float16.
+
+
+def narrow(layout, name):
+    """The same offsets in an arena of a 16-bit format."""
+    return dataclasses.replace(layout, dtype=HALVES[name])
+
+
+def pack_narrow(leaf, name, backend):
+    return pack(narrow(make_layout([leaf.shape]), name), [leaf], backend)[: leaf.size]
+
+
+def unpack_narrow(values, dtype, backend):
+    layout = narrow(make_layout([values.shape]), values.dtype.name)
+    return unpack(layout, to_arena(layout, [values]), [np.dtype(dtype)], backend)[0]
+
+
+def assert_rounded(got, x, name, backend):
+    """Against float64: NaNs stay some NaN; XLA on the CPU flushes subnormals."""
+    wanted = np.where(np.isnan(x), np.nan, round_to(name, x))
+    flushed = (np.abs(x) < 2.0**-126) | (np.abs(wanted) < 2.0 ** FORMATS[name][1])
+    compare = ~flushed | (x == 0) | (backend != "xla")
+    got = got.astype(np.float64)
+    np.testing.assert_array_equal(got[compare], wanted[compare])
+    numbers = compare & ~np.isnan(x)
+    np.testing.assert_array_equal(np.signbit(got)[numbers], np.signbit(x)[numbers])
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_narrow_arena_keeps_every_bit_of_its_own_dtype(name, backend):
+    leaf = PATTERNS.view(HALVES[name])
+    assert_same_bits(pack_narrow(leaf, name, backend), leaf)
+    assert_same_bits(unpack_narrow(leaf, name, backend), leaf)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_float32_is_rounded_to_a_narrow_arena(name, backend):
+    odd = np.array([0, np.inf, np.nan, 1e-45, 1e-40, 6e-8, 3e-8, 3e38, 65519.9, 65520], np.float32)
+    x = np.concatenate([around_ties(name, "float32"), odd, -odd])
+    got = pack_narrow(x, name, backend)
+    assert got.dtype == HALVES[name]
+    with np.errstate(invalid="ignore"):
+        assert_rounded(got, x.astype(np.float64), name, backend)
+    # And against the library that defines bfloat16 for NumPy.
+    normal = np.abs(x) >= 2.0 ** FORMATS[name][1]
+    with np.errstate(over="ignore"):
+        assert_same_bits(got[normal], x[normal].astype(HALVES[name]))
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_one_16_bit_format_beside_an_arena_of_the_other(name, backend):
+    (other,) = set(HALVES) - {name}
+    with np.errstate(invalid="ignore"):
+        leaf, x = PATTERNS.view(HALVES[other]), values_of(other)
+        assert_rounded(pack_narrow(leaf, name, backend), x, name, backend)
+        assert_rounded(unpack_narrow(leaf, name, backend), x, name, backend)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_narrow_arena_is_widened_to_float32_exactly(name, backend):
+    got, values = unpack_narrow(PATTERNS.view(HALVES[name]), "float32", backend), values_of(name)
+    compare = kept(values, backend)
+    assert_same_bits(got[compare], values[compare].astype(np.float32))
+    np.testing.assert_array_equal(got[~np.isfinite(values)], values[~np.isfinite(values)])
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_leaves_of_mixed_dtypes_in_a_narrow_arena(name, backend):
+    layout = narrow(usual_layout(), name)
+    dtypes = LEAF_DTYPES["float32"]
+    for seed in range(3):
+        # As above: memory that may be given again, full of NaNs.
+        np.array(put(np.full(layout.size, np.nan, layout.dtype)) + 1)
+        leaves = random_leaves(layout, np.random.default_rng(seed), dtypes)
+        arena = pack(layout, leaves, backend)
+        assert_same_bits(arena, to_arena(layout, leaves))
+        assert not bits(arena)[group_of_elements(layout) < 0].any()
+        wanted = [dtypes[(i + seed) % 3] for i in range(len(leaves))]
+        for got, leaf, dtype in zip(
+            unpack(layout, arena, wanted, backend), to_leaves(layout, arena), wanted, strict=True
+        ):
+            assert got.shape == leaf.shape
+            assert_same_bits(got, leaf.astype(dtype))
+
+
+@pytest.mark.parametrize("name", ["float32", *HALVES])
+def test_members_of_a_batch_and_a_leaf_that_they_share(name, backend):
+    layout = make_layout([(5,), (0,), (3, 33), (), (1031,)], stacked=[0, 0, 1, 0, 0])
+    layout = layout if name == "float32" else narrow(layout, name)
+    dtypes = [LEAF_DTYPES["float32"][i % 3] for i in range(5)]
+    members = [random_leaves(layout, np.random.default_rng(seed), dtypes) for seed in range(3)]
+    leaves = [np.stack(xs) for xs in zip(*members, strict=True)]
+    leaves[2] = members[0][2]
+    axes = [0, 0, None, 0, 0]
+
+    # In one program, XLA leaves out what the xla backend rounds on a GPU, to widen it again.
+    pack = jax.jit(jax.vmap(lambda x: ops.pack(layout, x, backend=backend), (axes,)))
+    unpack = jax.jit(jax.vmap(lambda x: ops.unpack(layout, x, dtypes, backend=backend)))
+    packed = pack(put_all(leaves))
+    arenas, copies = jax.tree.map(np.array, (packed, unpack(packed)))
+    for i, own in enumerate(members):
+        wanted = to_arena(layout, [*own[:2], leaves[2], *own[3:]])
+        assert_same_bits(arenas[i], wanted)
+        for x, y, dtype in zip(copies, to_leaves(layout, wanted), dtypes, strict=True):
+            assert_same_bits(x[i], y.astype(dtype))
+
+
+# One more than each of CUDA's tables holds.
+@native_backends
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [*((name, count) for name in HALVES for count in (65, 449)), ("bfloat16", 2001)],
+)
+def test_many_segments_of_a_narrow_arena(name, count, backend):
+    layout = narrow(make_layout([(1 + i % 70,) for i in range(count)]), name)
+    dtypes = [LEAF_DTYPES["float32"][i % 3] for i in range(count)]
+    members = [random_leaves(layout, np.random.default_rng(seed), dtypes) for seed in range(2)]
+    leaves = [np.stack(xs) for xs in zip(*members, strict=True)]
+
+    def both(leaves):
+        arena = ops.pack(layout, leaves, backend=backend)
+        return arena, ops.unpack(layout, arena, dtypes, backend=backend)
+
+    alone = jax.tree.map(lambda x: np.array(x)[None], jax.jit(both)(put_all(members[0])))
+    together = jax.tree.map(np.array, jax.jit(jax.vmap(both))(put_all(leaves)))
+    for results, own in (alone, members[:1]), (together, members):
+        for i, member in enumerate(own):
+            wanted = to_arena(layout, member)
+            assert_same_bits(results[0][i], wanted)
+            for x, y, dtype in zip(results[1], to_leaves(layout, wanted), dtypes, strict=True):
+                assert_same_bits(x[i], y.astype(dtype))
+
+
+# Layouts that cut leaves.
+
+
+def cut_layout(dtype, shapes, pieces, rng):
+    """Leaves cut at random places, and the pieces in a random order; some still follow others."""
+    rows = []
+    for leaf, shape in enumerate(shapes):
+        size = int(np.prod(shape))
+        cuts = np.sort(rng.choice(np.arange(1, size), min(pieces, size) - 1, replace=False))
+        bounds = [0, *cuts.tolist(), size]
+        rows += [(end - low, leaf, low) for low, end in itertools.pairwise(bounds)]
+    runs = np.array_split(np.arange(len(rows)), max(len(rows) * 2 // 3, 1))
+    order = np.concatenate([runs[i] for i in rng.permutation(len(runs))])
+    segments, start = [], 0
+    for size, leaf, offset in (rows[i] for i in order):
+        segments.append((start, size, leaf, offset, 0))
+        start += round_up(size, line_elements(dtype))
+    leaves = tuple(range(len(shapes)))
+    return ArenaLayout(dtype, start, leaves, tuple(shapes), np.array(segments, np.int64))
+
+
+CUT_DTYPES = {"float32": np.dtype("float32"), "float64": np.dtype("float64")} | HALVES
+
+
+def check_cut_layout(dtype, shapes, pieces, backend):
+    rng = np.random.default_rng(pieces)
+    layout = cut_layout(dtype, shapes, pieces, rng)
+    assert (np.diff(layout.segments[:, 2]) < 0).any()
+    allowed = LEAF_DTYPES["float64" if dtype == np.float64 else "float32"]
+    leaves = random_leaves(layout, rng, allowed)
+    with jax.enable_x64(dtype == np.float64):
+        arena = pack(layout, leaves, backend)
+        assert_same_bits(arena, to_arena(layout, leaves))
+        dtypes = [x.dtype for x in leaves]
+        for got, leaf in zip(unpack(layout, arena, dtypes, backend), leaves, strict=True):
+            # What was rounded on the way is what the arena's dtype makes of it.
+            narrower = dtype.itemsize < 4
+            assert_same_bits(got, leaf.astype(dtype).astype(leaf.dtype) if narrower else leaf)
+
+
+@pytest.mark.parametrize("name", CUT_DTYPES)
+def test_leaves_that_are_cut_into_segments_out_of_order(name, backend):
+    check_cut_layout(CUT_DTYPES[name], [(37, 11), (64,), (5, 1000)], 7, backend)
+
+
+@native_backends
+@pytest.mark.parametrize("pieces", [150, 700])
+@pytest.mark.parametrize("name", CUT_DTYPES)
+def test_leaves_that_are_cut_into_many_segments(name, pieces, backend):
+    check_cut_layout(CUT_DTYPES[name], [(3000,), (41, 1000), (2000,)], pieces, backend)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_a_leaf_cut_on_lines_as_shards_are(name, backend):
+    # Slices of one size, of which only some follow each other.
+    dtype = CUT_DTYPES[name]
+    rows = [(64 * i, 64, 0, 64 * k, 0) for i, k in enumerate([2, 3, 0, 1, 5, 4])]
+    layout = ArenaLayout(dtype, 384, (0,), ((384,),), np.array(rows, np.int64))
+    leaf = np.arange(384).astype(dtype)
+    arena = pack(layout, [leaf], backend)
+    assert_same_bits(arena, to_arena(layout, [leaf]))
+    assert_same_bits(unpack(layout, arena, [dtype], backend)[0], leaf)
+
+
+# Lines between segments, as where a leaf is too small for a piece on every device.
+
+
+def apart_layout(dtype, size, rows):
+    """Segments (start, size) of one leaf, one after the other in it."""
+    offsets = np.cumsum([0, *(n for _, n in rows)]).tolist()
+    segments = [(*row, 0, offset, 0) for row, offset in zip(rows, offsets, strict=False)]
+    return ArenaLayout(dtype, size, (0,), ((offsets[-1],),), np.array(segments, np.int64))
+
+
+@pytest.mark.parametrize(
+    "rows", [[(0, 40), (128, 40)], [(32, 80)], [(96, 1), (160, 33), (256, 1500), (1856, 3)]]
+)
+@pytest.mark.parametrize("name", CUT_DTYPES)
+def test_whole_lines_between_segments(name, rows, backend):
+    dtype = CUT_DTYPES[name]
+    layout = apart_layout(dtype, rows[-1][0] + 4096, rows)
+    leaf = np.arange(1, 1 + layout.shapes[0][0]).astype(dtype)
+    with jax.enable_x64(name == "float64"):
+        np.array(put(np.full(layout.size, np.nan, dtype)) + 1)
+        arena = pack(layout, [leaf], backend)
+        assert_same_bits(arena, to_arena(layout, [leaf]))
+        arena = to_arena(layout, [leaf], padding=np.nan)
+        assert_same_bits(unpack(layout, arena, [dtype], backend)[0], leaf)
+
+
+@native_backends
+@pytest.mark.parametrize("count", [65, 449, 2001])
+@pytest.mark.parametrize("name", CUT_DTYPES)
+def test_whole_lines_between_many_segments(name, count, backend):
+    # Also between those of two launches, and more than a tile or a bucket of tiles.
+    dtype, rows, start = CUT_DTYPES[name], [], 64
+    for i in range(count):
+        rows.append((start, 1 + i % 70))
+        lines = 150 if i % 200 == 64 else i % 4
+        start += round_up(rows[-1][1], 32) + 32 * lines
+    layout = apart_layout(dtype, start + 320, rows)
+    assert rows[64][0] - rows[63][0] > 64
+    leaves = np.random.default_rng(0).normal(size=(2, *layout.shapes[0])).astype(dtype)
+
+    def both(leaf):
+        arena = ops.pack(layout, [leaf], backend=backend)
+        return arena, ops.unpack(layout, arena, [dtype], backend=backend)[0]
+
+    with jax.enable_x64(name == "float64"):
+        alone = jax.tree.map(lambda x: np.array(x)[None], jax.jit(both)(put(leaves[0])))
+        together = jax.tree.map(np.array, jax.jit(jax.vmap(both))(put(leaves)))
+    for arenas, copies in alone, together:
+        for arena, copy, leaf in zip(arenas, copies, leaves, strict=False):
+            assert_same_bits(arena, to_arena(layout, [leaf]))
+            assert_same_bits(copy, leaf)
+
+
+@pytest.mark.gpu
+@pytest.mark.native
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+def test_lines_between_segments_are_for_pack_and_unpack_alone(backend):
+    leaf = put(np.ones(80, np.float32))
+    apart = apart_layout(np.dtype("float32"), 256, [(0, 40), (128, 40)])
+    overlapping = apart_layout(np.dtype("float32"), 256, [(0, 40), (32, 40)])
+    ints = put(scalars.initial_ints())
+    for fn in (
+        lambda: ops.statistics(apart, ints, [leaf], backend=backend),
+        lambda: ops.pack(overlapping, [leaf], backend=backend),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the segments do not follow each"):
+            jax.block_until_ready(jax.jit(fn)())
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_float64_leaf_beside_a_narrow_arena_is_refused(name, backend):
+    layout = narrow(make_layout([(5,)]), name)
+    with jax.enable_x64(True):
+        with pytest.raises(ValueError, match=r"leaves\[0\]: got float64\[5\], wanted float32 or"):
+            pack(layout, [np.zeros(5)], backend)
+        with pytest.raises(ValueError, match=r"dtypes\[0\]: got float64, wanted one of float32"):
+            unpack(layout, np.zeros(layout.size, layout.dtype), [np.dtype("float64")], backend)
+    with pytest.raises(ValueError, match=f"arena: got float32.*wanted {name}"):
+        unpack(layout, np.zeros(layout.size, np.float32), [np.dtype("float32")], backend)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "core/config.h"
 
@@ -103,6 +104,16 @@ JR_HD To Narrow(double x) {
     return static_cast<float>(x);
   } else {
     return Narrow<To>(RoundToOddFloat(x));
+  }
+}
+
+// Between any two types, with one rounding. The same type keeps its bits, those of a NaN too.
+template <typename To, typename From>
+JR_HD To Convert(From x) {
+  if constexpr (std::is_same_v<To, From>) {
+    return x;
+  } else {
+    return Narrow<To>(Widen(x));
   }
 }
 

@@ -54,9 +54,24 @@ struct Floats {
 struct Layout {
   const Segment* segments;
   int64_t num_segments;
-  int64_t size;  // elements of one member's arena
+  int64_t size;   // elements of one member's arena
+  LeafType type;  // kBf16 and kF16 in pack and unpack alone
   bool is_double;
   int64_t members;
+};
+
+// Which piece of its leaves a member packs, of `shards`, each as long as a segment; 0 shards: whole
+// leaves. A segment's leaf_offset is then that of a slice, and its group how many elements the
+// pieces together have more than the slice.
+struct PieceIndex {
+  const int32_t* data;
+  int64_t stride;  // between members; 0 where they share it
+  int64_t shards;
+
+  JR_HD int64_t Of(int64_t member) const {
+    const int64_t index = data[member * stride];
+    return index < 0 ? 0 : index < shards ? index : shards - 1;
+  }
 };
 
 // Gradients are leaves, or one arena (then `leaves` is empty).

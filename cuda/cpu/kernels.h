@@ -22,8 +22,7 @@ struct UpdateStretch {
 };
 
 using UpdateFn = void (*)(const UpdateStretch&);
-using WidenFn = void (*)(const void* leaf, void* arena, int64_t count);
-using NarrowFn = void (*)(const void* arena, void* leaf, int64_t count);
+using ConvertFn = void (*)(const void* from, void* to, int64_t count);
 using NonFiniteFn = bool (*)(const void* data, int64_t count);
 // A chunk of core/reduction.h: the sum of its squares; of the squares of its update.
 using ChunkSumFn = double (*)(const void* data, int64_t count);
@@ -45,8 +44,7 @@ struct CpuKernels {
   const char* name;
   UpdateFn update[2][2][kUpdateKinds][kLeafTypes];
   UpdateFn change[2][2][kUpdateKinds][kLeafTypes];
-  WidenFn widen[2][kLeafTypes];
-  NarrowFn narrow[2][kLeafTypes];
+  ConvertFn convert[kLeafTypes][kLeafTypes];  // [from][to]
   NonFiniteFn non_finite[kLeafTypes];
   ChunkSumFn chunk_sum[kLeafTypes];
   ChunkUpdateSumFn chunk_update_sum[2][2][kUpdateKinds][kLeafTypes];

@@ -216,18 +216,11 @@ void LerpTo(void* data, const void* target, int64_t count, double tau) {
     x[i] = Lerp(x[i], to == nullptr ? T(0) : static_cast<T>(Widen(to[i])), t);
 }
 
-template <typename T, typename L>
-void WidenLeaf(const void* leaf, void* arena, int64_t count) {
-  const L* __restrict from = static_cast<const L*>(leaf);
-  T* __restrict to = static_cast<T*>(arena);
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(Widen(from[i]));
-}
-
-template <typename T, typename L>
-void NarrowLeaf(const void* arena, void* leaf, int64_t count) {
-  const T* __restrict from = static_cast<const T*>(arena);
-  L* __restrict to = static_cast<L*>(leaf);
-  for (int64_t i = 0; i < count; ++i) to[i] = Narrow<L>(from[i]);
+template <typename From, typename To>
+void ConvertElements(const void* from, void* to, int64_t count) {
+  const From* __restrict x = static_cast<const From*>(from);
+  To* __restrict y = static_cast<To*>(to);
+  for (int64_t i = 0; i < count; ++i) y[i] = Convert<To>(x[i]);
 }
 
 template <typename L>
@@ -281,8 +274,6 @@ void FillArena(CpuKernels& kernels) {
   FillRules<T, double>(kernels);
   ForEachLeafType<T>([&](int type, auto leaf) {
     using L = decltype(leaf);
-    kernels.widen[t][type] = WidenLeaf<T, L>;
-    kernels.narrow[t][type] = NarrowLeaf<T, L>;
     kernels.accumulate[t][type] = Accumulate<T, L>;
     kernels.chunk_product_sum[t][type] = ChunkProductSum<T, L>;
     kernels.lerp[t][type] = LerpTo<T, L>;
@@ -300,6 +291,9 @@ CpuKernels Make() {
   ForEachLeafType<double>([&](int type, auto leaf) {
     kernels.non_finite[type] = AnyNonFinite<decltype(leaf)>;
     kernels.chunk_sum[type] = ChunkSum<decltype(leaf)>;
+    ForEachLeafType<double>([&](int to, auto other) {
+      kernels.convert[type][to] = ConvertElements<decltype(leaf), decltype(other)>;
+    });
   });
   return kernels;
 }

@@ -278,7 +278,7 @@ struct UnpackCall {
 
 inline UnpackCall DecodeUnpack(Decoder& decoder) {
   UnpackCall call{};
-  call.layout = decoder.ReadLayout();
+  call.layout = decoder.ReadLayoutOfAnyType();
   const Decoder::Arena arena = decoder.ReadArena(call.layout, "the arena");
   call.arena = arena.data;
   call.arena_stride = arena.stride;
@@ -291,14 +291,22 @@ struct PackCall {
   Layout layout;
   void* arena;
   Leaves leaves;
+  PieceIndex piece;
 };
 
 inline PackCall DecodePack(Decoder& decoder) {
   PackCall call{};
-  call.layout = decoder.ReadLayout();
+  call.layout = decoder.ReadLayoutOfAnyType();
   call.arena = decoder.ResultArena(call.layout, "the arena");
   call.leaves = decoder.RemainingLeaves(call.layout);
   decoder.CheckSegments(&call.leaves);
+  return call;
+}
+
+inline PackCall DecodePackPiece(Decoder& decoder) {
+  const PieceIndex piece = decoder.ReadPieceIndex();
+  PackCall call = DecodePack(decoder);
+  call.piece = piece;
   return call;
 }
 

@@ -17,6 +17,10 @@ T* Offset(T* data, int64_t bytes) {
 
 inline int64_t ArenaItem(bool is_double) { return is_double ? 8 : 4; }
 
+inline ConvertFn ConverterOf(LeafType from, LeafType to) {
+  return BestCpuKernels().convert[static_cast<int>(from)][static_cast<int>(to)];
+}
+
 // The address of the leaf's element behind arena position `position` of a segment.
 inline void* LeafElement(const Leaf& leaf, int64_t member, const Segment& segment,
                          int64_t position) {

@@ -1,4 +1,4 @@
-// The CPU's handlers of what moves: unpack, pack and lerp.
+// The CPU's handlers of what moves: unpack, pack, pack_piece and lerp.
 #include <cstring>
 
 #include "ffi/cpu_elements.h"
@@ -17,22 +17,23 @@ ffi::Future Unpack(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remaini
     ForEachStretch(
         *program, chunk, [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
           const Leaf& leaf = call.leaves[segment.leaf];
-          const int64_t offset =
-              (member * call.arena_stride + low) * ArenaItem(call.layout.is_double);
-          BestCpuKernels().narrow[call.layout.is_double][static_cast<int>(leaf.type)](
-              Offset(call.arena, offset), LeafElement(leaf, member, segment, low), high - low);
+          const LeafType type = call.layout.type;
+          const int64_t offset = (member * call.arena_stride + low) * LeafTypeSize(type);
+          ConverterOf(type, leaf.type)(Offset(call.arena, offset),
+                                       LeafElement(leaf, member, segment, low), high - low);
         });
   });
 }
 
+template <PackCall (*kDecode)(Decoder&)>
 ffi::Future Pack(ffi::ThreadPool pool, const CpuProgram* program, ffi::RemainingArgs args,
                  ffi::RemainingRets rets) {
   Decoder decoder(args, rets, *program);
-  PackCall call = DecodePack(decoder);
+  PackCall call = kDecode(decoder);
   if (!decoder.ok()) return Failed(decoder.error());
   const Sweep sweep{pool, program->NumChunks(), Work::kLight};
   return ForEachChunk(sweep, [program, call = std::move(call)](int64_t chunk) {
-    const int64_t item = ArenaItem(call.layout.is_double);
+    const int64_t item = LeafTypeSize(call.layout.type);
     const int64_t chunks_of_member = program->chunks_of_member();
     const int64_t member_of_chunk = chunk / chunks_of_member;
     int64_t written = (chunk % chunks_of_member) * kChunk;
@@ -46,10 +47,16 @@ ffi::Future Pack(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remaining
                    [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
                      zero_until(low);
                      const Leaf& leaf = call.leaves[segment.leaf];
-                     BestCpuKernels().widen[call.layout.is_double][static_cast<int>(leaf.type)](
-                         LeafElement(leaf, member, segment, low),
-                         Offset(call.arena, (member * call.layout.size + low) * item), high - low);
-                     written = high;
+                     int64_t from = low, count = high - low;
+                     if (call.piece.shards > 0) {
+                       from += call.piece.Of(member) * segment.size;
+                       const int64_t slice = call.piece.shards * segment.size - segment.group;
+                       count = std::clamp<int64_t>(segment.start + slice - from, 0, count);
+                     }
+                     ConverterOf(leaf.type, call.layout.type)(
+                         LeafElement(leaf, member, segment, from),
+                         Offset(call.arena, (member * call.layout.size + low) * item), count);
+                     written = low + count;
                    });
     zero_until(end);
   });
@@ -88,7 +95,8 @@ ffi::Future LerpArenas(ffi::ThreadPool pool, const CpuProgram* program, ffi::Rem
 }
 
 XLA_FFI_DEFINE_HANDLER(kUnpack, Unpack, BindCpu());
-XLA_FFI_DEFINE_HANDLER(kPack, Pack, BindCpu());
+XLA_FFI_DEFINE_HANDLER(kPack, Pack<DecodePack>, BindCpu());
+XLA_FFI_DEFINE_HANDLER(kPackPiece, Pack<DecodePackPiece>, BindCpu());
 XLA_FFI_DEFINE_HANDLER(kLerp, LerpArenas, BindCpu());
 
 }  // namespace
@@ -96,6 +104,7 @@ XLA_FFI_DEFINE_HANDLER(kLerp, LerpArenas, BindCpu());
 std::vector<CpuTarget> CpuPackingTargets() {
   return {{"jaxrenaissance_unpack_v1", kUnpack},
           {"jaxrenaissance_pack_v1", kPack},
+          {"jaxrenaissance_pack_piece_v1", kPackPiece},
           {"jaxrenaissance_lerp_v1", kLerp}};
 }
 

@@ -60,9 +60,9 @@ ffi::Future Changes(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remain
   return ForEachChunk(sweep, [program, call = std::move(call)](int64_t chunk) {
     Block wide, narrow;
     const bool is_double = call.layout.is_double;
-    const LeafType arena_type = is_double ? LeafType::kF64 : LeafType::kF32;
-    const CpuKernels& kernels = BestCpuKernels();
-    const auto& change = kernels.change[is_double][call.floats.is_double][static_cast<int>(kKind)];
+    const LeafType arena_type = call.layout.type;
+    const auto& change =
+        BestCpuKernels().change[is_double][call.floats.is_double][static_cast<int>(kKind)];
     const auto step = [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {
       const Leaf& to = call.changes[segment.leaf];
       void* target = LeafElement(to, member, segment, low);
@@ -78,8 +78,7 @@ ffi::Future Changes(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remain
           const Leaf& weight = call.weights[segment.leaf];
           own.stretch.weights = LeafElement(weight, member, segment, low);
           if (weight.type != arena_type) {
-            kernels.widen[is_double][static_cast<int>(weight.type)](own.stretch.weights, wide.bytes,
-                                                                    high - low);
+            ConverterOf(weight.type, arena_type)(own.stretch.weights, wide.bytes, high - low);
             own.stretch.weights = wide.bytes;
           }
         }
@@ -87,8 +86,7 @@ ffi::Future Changes(ffi::ThreadPool pool, const CpuProgram* program, ffi::Remain
         own.stretch.ratio = ratio ? &*ratio : nullptr;
         change[static_cast<int>(own.type)](own.stretch);
       }
-      if (changes != target)
-        kernels.narrow[is_double][static_cast<int>(to.type)](changes, target, high - low);
+      if (changes != target) ConverterOf(arena_type, to.type)(changes, target, high - low);
     };
     ForEachStretch(*program, chunk,
                    [&](int64_t member, const Segment& segment, int64_t low, int64_t high) {

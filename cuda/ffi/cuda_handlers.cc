@@ -118,12 +118,14 @@ ffi::Error Unpack(cudaStream_t stream, const CudaProgram* program, ffi::Remainin
                                program->tables, stream));
 }
 
+template <PackCall (*kDecode)(Decoder&)>
 ffi::Error Pack(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
                 ffi::RemainingRets rets) {
   Decoder decoder(args, rets, *program);
-  const PackCall call = DecodePack(decoder);
+  const PackCall call = kDecode(decoder);
   if (!decoder.ok()) return decoder.error();
-  return Launched(LaunchPack(call.layout, call.leaves, call.arena, program->tables, stream));
+  return Launched(
+      LaunchPack(call.layout, call.leaves, call.piece, call.arena, program->tables, stream));
 }
 
 ffi::Error Prologue(cudaStream_t stream, const CudaProgram* program, ffi::RemainingArgs args,
@@ -189,7 +191,8 @@ JR_DEFINE_OP(FinishUpdate, Finish<DecodeFinishUpdate>, PreloadFinish);
 JR_DEFINE_OP(FinishRatios, Finish<DecodeFinishRatios>, PreloadFinish);
 JR_DEFINE_OP(Lerp, Lerp, PreloadLerp);
 JR_DEFINE_OP(Unpack, Unpack, PreloadPacking);
-JR_DEFINE_OP(Pack, Pack, PreloadPacking);
+JR_DEFINE_OP(Pack, Pack<DecodePack>, PreloadPacking);
+JR_DEFINE_OP(PackPiece, Pack<DecodePackPiece>, PreloadPacking);
 JR_DEFINE_OP(Prologue, Prologue, PreloadPrologue);
 
 }  // namespace
@@ -226,6 +229,7 @@ std::vector<HandlerEntry> CudaHandlers() {
           JR_ENTRIES("lerp", Lerp),
           JR_ENTRIES("unpack", Unpack),
           JR_ENTRIES("pack", Pack),
+          JR_ENTRIES("pack_piece", PackPiece),
           JR_ENTRIES("prologue", Prologue)};
 }
 

@@ -13,6 +13,21 @@
 
 namespace jaxrenaissance {
 
+inline std::optional<LeafType> LeafTypeOf(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return LeafType::kF32;
+    case ffi::DataType::BF16:
+      return LeafType::kBf16;
+    case ffi::DataType::F16:
+      return LeafType::kF16;
+    case ffi::DataType::F64:
+      return LeafType::kF64;
+    default:
+      return std::nullopt;
+  }
+}
+
 // Reads the operands and results of one call in order, and remembers the first thing that is wrong.
 class Decoder {
  public:
@@ -40,9 +55,16 @@ class Decoder {
     return 0;
   }
 
-  Layout ReadLayout() {
+  Layout ReadLayoutOfAnyType() {
     Require(program_.has_layout, "attribute layout is missing");
     return program_.layout;
+  }
+
+  Layout ReadLayout() {
+    const Layout layout = ReadLayoutOfAnyType();
+    Require(layout.type == LeafType::kF32 || layout.is_double,
+            "only pack and unpack work with an arena of bfloat16 or float16");
+    return layout;
   }
 
   struct Arena {
@@ -190,6 +212,19 @@ class Decoder {
     return {buffer->untyped_data(), is_shared ? 0 : count, count};
   }
 
+  PieceIndex ReadPieceIndex() {
+    const int64_t shards = Attribute(&Attributes::shards);
+    Require(shards > 0, "shards is not positive");
+    const bool is_shared = IsShared(next_);
+    const std::optional<ffi::AnyBuffer> buffer = Argument(next_++);
+    if (!buffer) return {};
+    if (buffer->element_type() != ffi::DataType::S32 ||
+        static_cast<int64_t>(buffer->element_count()) != (is_shared ? 1 : members())) {
+      Fail("the index is not an int32");
+    }
+    return {static_cast<const int32_t*>(buffer->untyped_data()), is_shared ? 0 : 1, shards};
+  }
+
   // Every segment names a leaf and a group that are there. Without leaves or groups, any will do.
   void CheckSegments(const Leaves* leaves, int64_t num_groups = INT64_MAX) {
     Require(leaves == nullptr || program_.num_leaves <= leaves->size(),
@@ -250,8 +285,7 @@ class Decoder {
 
   void CheckArena(const ffi::AnyBuffer& buffer, int64_t members, const Layout& layout,
                   const char* name) {
-    const auto type = layout.is_double ? ffi::DataType::F64 : ffi::DataType::F32;
-    if (buffer.element_type() != type ||
+    if (LeafTypeOf(buffer.element_type()) != layout.type ||
         static_cast<int64_t>(buffer.element_count()) != members * layout.size) {
       Fail(std::string(name) + " has another size or type than the layout");
     }
@@ -283,24 +317,11 @@ class Decoder {
 
   LeafForm FormOf(const ffi::AnyBuffer& buffer, bool is_shared, const Layout& layout,
                   int64_t number, std::optional<std::string>& error) const {
-    LeafForm form{0, LeafType::kF32};
-    switch (buffer.element_type()) {
-      case ffi::DataType::F32:
-        form.type = LeafType::kF32;
-        break;
-      case ffi::DataType::BF16:
-        form.type = LeafType::kBf16;
-        break;
-      case ffi::DataType::F16:
-        form.type = LeafType::kF16;
-        break;
-      case ffi::DataType::F64:
-        form.type = LeafType::kF64;
-        if (!layout.is_double) error = "a float64 leaf beside a float32 arena";
-        break;
-      default:
-        error = "leaf " + std::to_string(number) + " has a dtype that is not supported";
-    }
+    const std::optional<LeafType> type = LeafTypeOf(buffer.element_type());
+    if (!type) error = "leaf " + std::to_string(number) + " has a dtype that is not supported";
+    if (type == LeafType::kF64 && !layout.is_double)
+      error = "a float64 leaf beside an arena that is not float64";
+    LeafForm form{0, type.value_or(LeafType::kF32)};
     if (!is_shared && members() > 0)
       form.stride = static_cast<int64_t>(buffer.element_count()) / members();
     return form;

@@ -9,6 +9,7 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <system_error>
@@ -23,14 +24,17 @@ constexpr int kMostDevices = 64;
 inline uint64_t DevicesInUse() {
   void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
   if (driver == nullptr) return 0;  // XLA compiles for devices of another machine
+  const auto count = reinterpret_cast<int (*)(int* count)>(dlsym(driver, "cuDeviceGetCount"));
   const auto state = reinterpret_cast<int (*)(int device, unsigned* flags, int* active)>(
       dlsym(driver, "cuDevicePrimaryCtxGetState"));
+  int num_devices = 0;
   uint64_t devices = 0;
-  for (int device = 0; state != nullptr && device < kMostDevices; ++device) {
-    unsigned flags = 0;
-    int active = 0;
-    if (state(device, &flags, &active) != 0) break;  // there is no such device
-    if (active != 0) devices |= uint64_t{1} << device;
+  if (count != nullptr && state != nullptr && count(&num_devices) == 0) {
+    for (int device = 0; device < std::min(num_devices, kMostDevices); ++device) {
+      unsigned flags = 0;
+      int active = 0;
+      if (state(device, &flags, &active) == 0 && active != 0) devices |= uint64_t{1} << device;
+    }
   }
   dlclose(driver);
   return devices;

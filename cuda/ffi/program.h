@@ -39,6 +39,7 @@ struct Attributes {
   int64_t trust = kMissing;
   int64_t targets = kMissing;
   int64_t source = kMissing;
+  int64_t shards = kMissing;
 };
 
 struct AttributeField {
@@ -60,7 +61,8 @@ inline constexpr AttributeField kAttributeFields[] = {{"members", &Attributes::m
                                                       {"by_segment", &Attributes::by_segment},
                                                       {"trust", &Attributes::trust},
                                                       {"targets", &Attributes::targets},
-                                                      {"source", &Attributes::source}};
+                                                      {"source", &Attributes::source},
+                                                      {"shards", &Attributes::shards}};
 
 // What a program's first execution finds out of its leaves, whose types XLA does not tell earlier;
 // later ones have the same. Several devices may execute a program at once.
@@ -120,12 +122,16 @@ struct Program {
     return words.has_value();
   }
 
-  // The arena's size, whether it is float64, its segments: each lies in the arena.
+  // The arena's size, its type, its segments: each lies in the arena.
   std::optional<std::string> ReadLayout(const std::vector<int64_t>& words) {
     constexpr size_t kHeader = 2, kFields = sizeof(Segment) / sizeof(int64_t);
-    if (words.size() < kHeader || (words.size() - kHeader) % kFields != 0)
+    constexpr LeafType kTypes[] = {LeafType::kF32, LeafType::kF64, LeafType::kBf16, LeafType::kF16};
+    if (words.size() < kHeader || (words.size() - kHeader) % kFields != 0 || words[1] < 0 ||
+        words[1] >= kLeafTypes) {
       return "the layout is malformed";
+    }
     const int64_t size = words[0];
+    const LeafType type = kTypes[words[1]];
     int64_t partials = 0;
     for (size_t i = kHeader; i < words.size(); i += kFields) {
       const Segment segment = {words[i], words[i + 1], words[i + 2], words[i + 3], words[i + 4]};
@@ -140,7 +146,11 @@ struct Program {
       num_groups = std::max(num_groups, segment.group + 1);
     }
     first_partials.push_back(partials);
-    layout = {segments.data(), static_cast<int64_t>(segments.size()), size, words[1] != 0,
+    layout = {segments.data(),
+              static_cast<int64_t>(segments.size()),
+              size,
+              type,
+              type == LeafType::kF64,
               attributes.members};
     return std::nullopt;
   }

@@ -10,8 +10,9 @@
 namespace jaxrenaissance {
 
 // One launch, or several where there are more segments than one table holds. cudaErrorInvalidValue:
-// the segments do not follow each other line by line, or the batch is larger than a grid. `tables`
-// are those of the compiled program that the launch belongs to.
+// the segments do not follow each other line by line (for unpack and pack there may be lines
+// between them), or the batch is larger than a grid. `tables` are those of the compiled program
+// that the launch belongs to.
 cudaError_t LaunchUpdate(UpdateKind kind, const Layout& layout, const Floats& floats,
                          const UpdateOperands& operands, const TableCache& tables,
                          cudaStream_t stream);
@@ -23,8 +24,8 @@ cudaError_t LaunchUpdateNorms(UpdateKind kind, const Layout& layout, const Float
                               int32_t* of_weights, const TableCache& tables, cudaStream_t stream);
 cudaError_t LaunchUnpack(const Layout& layout, const void* arena, int64_t arena_stride,
                          const Leaves& leaves, const TableCache& tables, cudaStream_t stream);
-cudaError_t LaunchPack(const Layout& layout, const Leaves& leaves, void* arena,
-                       const TableCache& tables, cudaStream_t stream);
+cudaError_t LaunchPack(const Layout& layout, const Leaves& leaves, const PieceIndex& piece,
+                       void* arena, const TableCache& tables, cudaStream_t stream);
 cudaError_t LaunchStatistics(const Layout& layout, const GradientOperands& gradients,
                              int32_t first_leaf, int32_t* ints, const TableCache& tables,
                              cudaStream_t stream);

@@ -10,12 +10,15 @@
 
 namespace jaxrenaissance {
 
+// Elements of the arena's type. Two-byte ones have as many as float, so that the offsets of one
+// arena are those of the other.
 template <typename T>
-constexpr int64_t kLine =
-    kLineBytes / static_cast<int64_t>(sizeof(T));  // elements of the arena's type
+constexpr int64_t kLine = kLineBytes / static_cast<int64_t>(sizeof(T) < 4 ? 4 : sizeof(T));
 
-// What a kernel wants to know of a segment beside its place.
-enum class Tag { kGroup, kLeaf };
+// What a kernel wants to know of a segment beside its place. With kGap, how many lines are empty
+// behind it; the other kernels' segments follow each other without any.
+enum class Tag { kGroup, kLeaf, kGap };
+constexpr int kTagBits = 25;
 
 // Elements between members of a batch; 0 where they share the leaf.
 template <int kCapacity>
@@ -34,7 +37,8 @@ struct Strides<kLargeTable> {
   __device__ __forceinline__ uint32_t stride_of(uint32_t) const { return 0; }
 };
 
-// Segments of one launch, in order, without gaps but for the end of each one's last line.
+// Segments of one launch, in order, without gaps but for the end of each one's last line, and for
+// whole lines where the tag says how many.
 template <int kCapacity>
 struct SegmentTable : Strides<kCapacity> {
   uint32_t first_segment;  // of all launches
@@ -90,7 +94,15 @@ __device__ __forceinline__ int64_t VectorStart(uint32_t tile, int u = 0) {
   return tile * (kVectors * kTile) + u * kTile + static_cast<int64_t>(threadIdx.x) * kVector;
 }
 
-template <typename T, int kCapacity>
+template <typename T, bool kHasGaps = false, int kCapacity>
+__device__ __forceinline__ int64_t SegmentSize(const SegmentTable<kCapacity>& table,
+                                               const Place& place) {
+  uint32_t lines = table.start[place.segment + 1] - table.start[place.segment];
+  if constexpr (kHasGaps) lines -= place.tag();
+  return static_cast<int64_t>(lines) * kLine<T> - (place.meta & 31u);
+}
+
+template <typename T, bool kHasGaps = false, int kCapacity>
 __device__ __forceinline__ Place FindPlace(const SegmentTable<kCapacity>& table, uint32_t tile,
                                            int64_t position) {
   const uint32_t line = static_cast<uint32_t>(position / kLine<T>);
@@ -108,16 +120,15 @@ __device__ __forceinline__ Place FindPlace(const SegmentTable<kCapacity>& table,
   place.segment = low;
   place.meta = table.meta[low];
   place.within = position - static_cast<int64_t>(table.start[low]) * kLine<T>;
-  const int64_t size =
-      static_cast<int64_t>(table.start[low + 1] - table.start[low]) * kLine<T> - (place.meta & 31u);
-  const int64_t left = size - place.within;
+  int64_t left = SegmentSize<T, kHasGaps>(table, place) - place.within;
+  if (kHasGaps && place.within < 0) left = 0;  // before the first segment
   place.mine = line >= table.low_line && line < table.high_line;
   place.count = !place.mine || left <= 0 ? 0 : left < kVector ? static_cast<int>(left) : kVector;
   return place;
 }
 
-// Calls f with a typed pointer to element `element` of a leaf. T is the arena's type: a float32
-// arena has no float64 leaves.
+// Calls f with a typed pointer to element `element` of a leaf. T is the arena's type: only a
+// float64 arena has float64 leaves.
 template <typename T, typename F>
 __device__ __forceinline__ void WithElement(void* data, LeafType type, int64_t element,
                                             const F& f) {
@@ -170,15 +181,21 @@ bool FillSegments(const Layout& layout, const Leaves& leaves, Tag tag, int64_t f
     const Segment& segment = segments[i];
     const int64_t lines = (segment.size + kLine<T> - 1) / kLine<T>;
     const int64_t end = segment.start + lines * kLine<T>;
-    if (segment.start % kLine<T> != 0 || end / kLine<T> > UINT32_MAX) return false;
-    if (i + 1 < count && segments[i + 1].start != end) return false;
+    const int64_t next = i + 1 < count ? segments[i + 1].start : end;
+    if (segment.start % kLine<T> != 0 || next / kLine<T> > UINT32_MAX) return false;
+    if (end > layout.size || next < end) return false;
+    const bool follows = next == end && (first + i > 0 || segment.start == 0);
+    if (!follows && tag != Tag::kGap) return false;
+    const int64_t number = tag == Tag::kGroup  ? segment.group
+                           : tag == Tag::kLeaf ? segment.leaf
+                                               : (next - end) / kLine<T>;
+    if (number >> kTagBits != 0) return false;
     table.start[i] = static_cast<uint32_t>(segment.start / kLine<T>);
-    table.start[i + 1] = static_cast<uint32_t>(end / kLine<T>);
+    table.start[i + 1] = static_cast<uint32_t>(next / kLine<T>);
     LeafType type = LeafType::kF32;
     if (!leaves.empty()) type = leaves.forms[segment.leaf].type;
     table.meta[i] = static_cast<uint32_t>(lines * kLine<T> - segment.size) |
-                    static_cast<uint32_t>(type) << 5 |
-                    static_cast<uint32_t>(tag == Tag::kGroup ? segment.group : segment.leaf) << 7;
+                    static_cast<uint32_t>(type) << 5 | static_cast<uint32_t>(number) << 7;
   }
   return FillStrides(layout, leaves, first, count, table);
 }

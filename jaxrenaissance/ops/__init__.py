@@ -11,6 +11,7 @@ from .finish_update import finish_update as finish_update
 from .lerp import lerp as lerp
 from .norms import norms as norms
 from .pack import pack as pack
+from .pack_piece import pack_piece as pack_piece
 from .prologue import prologue as prologue
 from .statistics import statistics as statistics
 from .unpack import unpack as unpack

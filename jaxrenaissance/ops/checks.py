@@ -19,7 +19,8 @@ FLOAT32_LEAVES = tuple(np.dtype(d) for d in ("float32", jax.numpy.bfloat16, "flo
 def leaf_dtypes(layout: ArenaLayout) -> tuple[np.dtype, ...]:
     """The dtypes that a leaf beside this arena may have.
 
-    Nothing wider than the arena, so nothing is cast down.
+    Nothing wider than the arena, so nothing is cast down; but what an arena of float32 may have
+    beside it, one of bfloat16 or float16 may, too.
     """
     if layout.dtype == np.float64:
         return (np.dtype("float64"), *FLOAT32_LEAVES)

@@ -11,6 +11,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import PartitionSpec
 
 from .. import native
+from ..arena_layout import ARENA_DTYPES
 from .tables import layout_attribute
 
 BACKENDS = ("auto", "cpu", "cuda", "xla")
@@ -36,6 +37,7 @@ class Op:
       unshared: operands that members of a batch never share, beside those updated in place.
       merged: static parameters -> whether the layout may have slices of a stacked leaf merged; not
         where an op has an operand or a result for each segment.
+      narrow: whether arenas may also be bfloat16 or float16.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Op:
         attributes: Callable[..., Mapping[str, int | Sequence[int]]] = lambda **static: {},
         unshared: Collection[int] = (),
         merged: Callable[..., bool] = lambda **static: True,
+        narrow: bool = False,
     ) -> None:
         self.name = name
         self.target = f"jaxrenaissance_{name}_v1"
@@ -59,6 +62,7 @@ class Op:
         self._attributes = attributes
         self._unshared = unshared
         self._merged = merged
+        self._narrow = narrow
 
         self._primitive = primitive = jax.extend.core.Primitive(f"jaxrenaissance_{name}")
         primitive.multiple_results = True
@@ -76,6 +80,12 @@ class Op:
         """Applies the op; ``static`` are hashable parameters that become part of the program."""
         if backend not in BACKENDS:
             raise ValueError(f"backend: got {backend!r}, wanted one of {', '.join(BACKENDS)}")
+        layout = static.get("layout")
+        if layout is not None and not self._narrow and layout.dtype not in ARENA_DTYPES:
+            raise ValueError(
+                f"layout: got an arena of {layout.dtype}, wanted float32 or float64; only pack and "
+                "unpack work with others"
+            )
         if backend == "xla":
             return list(self._reference(*operands, **static))
         return self._primitive.bind(
@@ -90,8 +100,15 @@ class Op:
         self, *avals: Any, backend: str, batch: tuple[int, ...], batched: Any, **static: Any
     ) -> list[Any]:
         # Made from an operand's aval, so that results have its manual axes (shard_map's checks).
-        # On a mesh, nothing of ours is partitioned: no axis of a result is sharded.
+        # On a mesh, nothing of ours is partitioned: no axis of an operand or a result is sharded.
         like = avals[0]
+        for aval in avals:
+            if any(axes is not None for axes in aval.sharding.spec):
+                raise ValueError(
+                    f"{self.name}: an operand, {aval.str_short()}, is sharded as "
+                    f"{aval.sharding.spec}, and would silently be gathered. A state of "
+                    "TrainState.create(…, mesh=mesh, sharding=…) works on sharded arrays"
+                )
         results = []
         for own_shape, dtype in self._result_types(**static):
             shape = (*batch, *own_shape)

@@ -11,13 +11,15 @@ import numpy as np
 
 from ..arena_layout import ArenaLayout
 
+_DTYPES = ("float32", "float64", "bfloat16", "float16")  # in the order of their codes
+
 
 @functools.lru_cache(maxsize=64)
 def layout_attribute(layout: ArenaLayout, merged: bool = True) -> np.ndarray:
-    """int64: the arena's size, whether it is float64, then start, size, leaf, leaf offset, group
-    of each segment. Merged: slices of a stacked leaf that follow each other without padding are
+    """int64: the arena's size, its dtype's code, then start, size, leaf, leaf offset, group of
+    each segment. Merged: slices of a stacked leaf that follow each other without padding are
     one, which is all the same to an op that works element by element."""
-    header = np.array([layout.size, layout.dtype == np.float64], np.int64)
+    header = np.array([layout.size, _DTYPES.index(layout.dtype.name)], np.int64)
     segments = _merged(layout.segments) if merged else layout.segments
     return np.concatenate([header, segments.reshape(-1)])
 

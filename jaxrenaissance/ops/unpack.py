@@ -17,16 +17,19 @@ def _result_types(
     return list(zip(layout.shapes, dtypes, strict=True))
 
 
-_unpack = Op("unpack", result_types=_result_types, reference=reference)
+_unpack = Op("unpack", result_types=_result_types, reference=reference, narrow=True)
 
 
 def unpack(
     layout: ArenaLayout, arena: jax.Array, dtypes: Sequence[np.dtype], *, backend: str
 ) -> list[jax.Array]:
-    """Leaf i is its stretch of the arena, rounded to nearest even to ``dtypes[i]``.
+    """Leaf i is its part of the arena, rounded to nearest even to ``dtypes[i]``.
+
+    An arena of bfloat16 or float16 is widened to float32 before; a leaf of the arena's own dtype
+    keeps its bits.
 
     Args:
-      layout: the arena's layout.
+      layout: the arena's layout; of any dtype that `ArenaLayout` names.
       arena: [layout.size], of the layout's dtype.
       dtypes: for each leaf, float32, bfloat16 or float16; or float64 where the arena is.
       backend: "auto", "cpu", "cuda" or "xla".

@@ -12,6 +12,7 @@ from .finish import finish_update as finish_update
 from .lerp import lerp as lerp
 from .norms import norms as norms
 from .packing import pack as pack
+from .packing import pack_piece as pack_piece
 from .packing import unpack as unpack
 from .prologue import prologue as prologue
 from .statistics import statistics as statistics

@@ -53,17 +53,14 @@ def _cosines(
     products, first = [], 0
     for x, y in zip(_slices(layout, leaves), _slices(layout, others), strict=True):
         own = slice(first, first + len(x))
-        products.append(jnp.sum(_unit(x, norms[own]) * _unit(y, norms_of_others[own]), axis=-1))
+        products.append(jnp.sum(unit(x, norms[own]) * unit(y, norms_of_others[own]), axis=-1))
         first = own.stop
     return jnp.concatenate([*products, jnp.zeros(0, norm_dtype())])
 
 
 def _slices(layout: ArenaLayout, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """[slices, size] of every leaf that has elements."""
-    return [
-        leaves[block.leaf].astype(norm_dtype()).reshape(block.slices, block.size)
-        for block in blocks(layout)
-    ]
+    """[slices, size] of every block."""
+    return [block.of(leaves[block.leaf]).astype(norm_dtype()) for block in blocks(layout)]
 
 
 @jax.custom_jvp
@@ -79,10 +76,10 @@ def norm(x: jax.Array) -> jax.Array:
 def _norm_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
     value = norm(x)
-    return value, jnp.sum(_unit(x, value) * dx, axis=-1)
+    return value, jnp.sum(unit(x, value) * dx, axis=-1)
 
 
-def _unit(x: jax.Array, norm: jax.Array) -> jax.Array:
+def unit(x: jax.Array, norm: jax.Array) -> jax.Array:
     """x / norm, the norm's derivative: 0 where all is zero.
 
     A norm that is not finite belongs to a call that is skipped: a NaN would outlast being

@@ -22,7 +22,7 @@ def results_in_words(reference: Reference, index: int) -> Reference:
     def lowered(*operands: jax.Array, **static: Any) -> list[jax.Array]:
         results = list(reference(*operands, **static))
         size = workspace_size(static["layout"])
-        return [*results[:index], *(_to_words(x, size) for x in results[index:])]
+        return [*results[:index], *(to_words(x, size) for x in results[index:])]
 
     return lowered
 
@@ -36,19 +36,21 @@ def operands_in_words(reference: Reference, index: int) -> Reference:
     def lowered(*operands: jax.Array, **static: Any) -> list[jax.Array]:
         end = index + len(static["segments"])
         workspaces = operands[index:end]
-        norms = map(_from_words, workspaces, static["segments"])
+        norms = map(from_words, workspaces, static["segments"])
         results = list(reference(*operands[:index], *norms, *operands[end:], **static))
         return [*results[:index], *workspaces, *results[end:]]
 
     return lowered
 
 
-def _to_words(norms: jax.Array, size: int) -> jax.Array:
+def to_words(norms: jax.Array, size: int) -> jax.Array:
+    """Norms as a workspace of so many words."""
     words = jax.lax.bitcast_convert_type(norms, np.int32).reshape(-1)
     return jnp.pad(words, (0, size - words.size))
 
 
-def _from_words(workspace: jax.Array, segments: int) -> jax.Array:
+def from_words(workspace: jax.Array, segments: int) -> jax.Array:
+    """The norms of so many segments that `to_words` made words of."""
     dtype = norm_dtype()
     words = workspace[: segments * (dtype.itemsize // 4)]
     if dtype == np.float64:
