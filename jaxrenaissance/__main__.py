@@ -109,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--accumulate", action="store_true", help="with a sum of gradients over several calls"
     )
-    command.add_argument("--shards", type=int, default=1, help="devices that share the arenas")
+    command.add_argument(
+        "--shards", type=int, default=1, help="devices that share each leaf (zero1)"
+    )
     command.add_argument(
         "--trainable", action="append", metavar="PATTERN", help='leaves to train, such as "*lora*"'
     )

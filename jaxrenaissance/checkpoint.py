@@ -13,14 +13,18 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from . import checkpoint_numbers, packed
+from .arena_layout import ArenaLayout
 from .checkpoint_reader import Reader, by_path, join, without_keys
 from .contents import Contents
 from .extra import copy
 from .ops.checks import leaf_dtypes
 from .packed import Packed
 from .paths import leaves_with_paths
+from .pieces import whole_layout
+from .placement import Placement
 from .plan import MemoryPlan
 from .spec import Spec
 from .static import Static
@@ -56,16 +60,36 @@ def to_leaves(contents: Contents, *, host: bool) -> dict[str, Any]:
     """See `TrainState.to_leaves`."""
     static, *arrays = contents
     buffers, *others = without_keys(tuple(arrays))
-    if host:
-        buffers, *others = jax.device_get((buffers, *others))
+    placement = static.plan.placement
+    if host and placement is not None and placement.form == "leaves":
+        if placement.mesh.is_multi_process:
+            raise ValueError(
+                "to_leaves: leaves that are sharded over devices of several processes are on no "
+                "host as a whole. Without host=True they are global arrays, which Orbax writes"
+            )
+        # JAX puts together what several devices hold.
+        leaves = _head(static, *jax.device_get((buffers.floats, buffers.ints)))
+        leaves |= jax.device_get(_body(static, buffers, *others))
+    elif host:
+        readable = functools.partial(_readable, placement)
+        buffers, *others = jax.device_get(jtu.tree_map(readable, (buffers, *others)))
         leaves = _head(static, buffers.floats, buffers.ints)
+        leaves |= _body(static, buffers, *others)
     else:
         # Copied, since the state's own buffers are donated some day.
-        others = copy(others)
         leaves = _traced_head(static, buffers.floats, buffers.ints)
-    leaves |= _body(static, buffers, *others)
+        leaves |= _body(static, buffers, *copy(others))
     _check_paths(static.plan, contents, by_path(leaves, "to_leaves"))
     return _without_empty(leaves)
+
+
+def _readable(placement: Placement | None, x: Any) -> Any:
+    """The array, or a host's copy of one that several processes hold together."""
+    if placement is None or not isinstance(x, jax.Array) or not placement.mesh.is_multi_process:
+        return x
+    whole = jax.device_put(x, NamedSharding(placement.mesh, PartitionSpec()))
+    # At once, so that no more than one of them is on each device as a whole.
+    return np.asarray(whole)
 
 
 def _head(static: Static, floats: Any, ints: Any) -> dict[str, Any]:
@@ -139,9 +163,10 @@ def from_leaves(leaves: Any, like: Contents) -> Contents:
     static = like.static
     like = Contents(static, *jtu.tree_map(_abstract_if_deleted, tuple(like[1:])))
     spec, plan, backend = static.spec, static.plan, static.spec.backend
-    packed.refuse_sharded(leaves, "leaves")
+    if plan.placement is None:
+        packed.refuse_sharded(leaves, "leaves")
     found = by_path(dict(leaves) if isinstance(leaves, Mapping) else leaves, "leaves")
-    if not any(map(_sharding, jtu.tree_leaves(tuple(like[1:])))):
+    if plan.placement is None and not any(map(_sharding, jtu.tree_leaves(tuple(like[1:])))):
         # What Orbax restores is committed to devices, and would compile the next step anew.
         committed = {path: x for path, x in found.items() if getattr(x, "committed", False)}
         found |= jax.device_get(committed)
@@ -186,7 +211,13 @@ def from_leaves(leaves: Any, like: Contents) -> Contents:
     if isinstance(like.buffers.ints, jax.Array | np.ndarray):
         known = jax.device_get((like.buffers.floats, like.buffers.ints))
     floats, ints = checkpoint_numbers.restore(spec, plan, of_state, known)
-    arenas = {name: packed.pack(plan, own, backend=backend) for name, own in series.items()}
+    # One after the other: before it is cut, a series lies on each device as a whole.
+    arenas = {
+        name: packed.pack(plan, packed.on_mesh(plan, own), backend=backend)
+        for name, own in series.items()
+    }
+    params = packed.on_mesh(plan, params)
+    masters = packed.on_mesh(plan, masters)
     moments = [arenas[name] for name in _MOMENTS if name in arenas]
     buffers = like.buffers._replace(
         weights=packed.pack(plan, _unrounded(params, masters), backend=backend),
@@ -199,6 +230,8 @@ def from_leaves(leaves: Any, like: Contents) -> Contents:
         ints=jnp.asarray(ints),
     )
     new = (buffers, *copy((tuple(others), extra, ema_extra)))
+    if plan.placement is not None:
+        new = plan.placement.put(new)
     return Contents(static, *jtu.tree_map(_placed, new, tuple(like[1:])))
 
 
@@ -220,19 +253,27 @@ def _series(spec: Spec, buffers: Buffers) -> dict[str, Arenas]:
 
 
 def _slices(plan: MemoryPlan, arenas: Sequence[Any], dtypes: packed.Dtypes) -> list[Any]:
-    """`packed.unpack` on the host: copies, in the tree's order."""
+    """`packed.unpack` on the host: copies, in the tree's order. Arenas are those of all devices."""
     leaves: list[Any] = [None] * len(plan.leaves)
-    for layout, arena, own in zip(plan.arenas, arenas, dtypes, strict=True):
+    for k, (layout, arena, own) in enumerate(zip(plan.arenas, arenas, dtypes, strict=True)):
         flat = [
             np.empty(plan.leaves[i].size, dtype)
             for i, dtype in zip(layout.leaves, own, strict=True)
         ]
         with np.errstate(over="ignore"):  # Too large for float16 is infinity there, too.
-            for start, size, leaf, offset, _ in layout.segments.tolist():
+            for start, size, leaf, offset, _ in _whole(plan, k).segments.tolist():
                 flat[leaf][offset : offset + size] = arena[start : start + size]
         for i, x in zip(layout.leaves, flat, strict=True):
             leaves[i] = x.reshape(plan.leaves[i].shape)
     return leaves
+
+
+def _whole(plan: MemoryPlan, arena: int) -> ArenaLayout:
+    """The layout of an arena with the pieces of all devices."""
+    layout = plan.arenas[arena]
+    if plan.shards == 1:
+        return layout
+    return whole_layout(layout, plan.leaves_of(arena), plan.shards, layout.dtype)
 
 
 def _unpacked(tree: Any, *, on_host: bool) -> Any:
@@ -327,7 +368,10 @@ def _sharding(x: Any) -> Any:
     """Where an array is committed to, or an abstract one is to be; or None."""
     if isinstance(x, jax.Array) and not x.committed:
         return None
-    return getattr(x, "sharding", None)
+    sharding = getattr(x, "sharding", None)
+    # What is traced over a mesh of explicit axes knows none of its devices.
+    abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+    return None if abstract else sharding
 
 
 def _abstract_if_deleted(x: Any) -> Any:

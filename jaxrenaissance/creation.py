@@ -12,6 +12,8 @@ from .compute_dtypes import ComputeDtype, resolve
 from .contents import Contents
 from .extra import copy
 from .foreign import check_optimizer
+from .placement import Placement
+from .placing import placement_of
 from .plan import MemoryPlan
 from .static import Static
 from .step import Buffers, scalar_dtype, start
@@ -24,16 +26,20 @@ def from_params(
     optimizer: Optimizer,
     ema_extra: bool,
     compute_dtype: ComputeDtype,
+    over: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Contents:
-    """See `TrainState.create`; the options are those of the plan."""
+    """See `TrainState.create`; `over` are the devices, the options those of the plan."""
     check_optimizer(optimizer)
     _check_ema_extra(ema_extra, optimizer)
-    packed.refuse_sharded(params, "params")
     params = packed.canonical(params)
-    static = _static(params, optimizer, compute_dtype, options)
+    placement = placement_of(params, **over)
+    static = _static(params, optimizer, compute_dtype, placement, options)
     frozen_leaves.check_arrays(static.plan, params, "params")
+    params = packed.placed(static.plan, params, "params")
     scalars = _initial_scalars(static.plan, optimizer)
+    if placement is not None:
+        extra, scalars = placement.put((extra, scalars))
     return Contents(static, *_start(static, ema_extra, jtu.tree_leaves(params), extra, *scalars))
 
 
@@ -43,9 +49,10 @@ def from_function(
     has_extra: bool,
     ema_extra: bool,
     compute_dtype: ComputeDtype,
+    over: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Contents:
-    """See `TrainState.init`; the options are those of the plan."""
+    """See `TrainState.init`; `over` are the devices, the options those of the plan."""
     check_optimizer(optimizer)
     _check_ema_extra(ema_extra, optimizer)
     shapes = jax.eval_shape(fn)
@@ -53,20 +60,33 @@ def from_function(
         if not (isinstance(shapes, tuple | list) and len(shapes) == 2):
             raise ValueError("has_extra: fn must return a pair (params, extra)")
         shapes = shapes[0]
-    static = _static(shapes, optimizer, compute_dtype, options)
+    if over["sharding"] == "leaves":  # How they lie is known when they are there.
+        made = jax.jit(fn)()
+        params, extra = made if has_extra else (made, None)
+        return from_params(params, extra, optimizer, ema_extra, compute_dtype, over, options)
+    placement = placement_of(shapes, **over)
+    static = _static(shapes, optimizer, compute_dtype, placement, options)
 
     def make(floats: jax.Array, ints: jax.Array) -> Any:
         made = fn()
         params, extra = made if has_extra else (made, None)
         return _start(static, ema_extra, jtu.tree_leaves(params), extra, floats, ints)
 
-    return Contents(static, *jax.jit(make)(*_initial_scalars(static.plan, optimizer)))
+    scalars = _initial_scalars(static.plan, optimizer)
+    if placement is None:
+        return Contents(static, *jax.jit(make)(*scalars))
+    buffers, *others = jax.jit(make)(*placement.put(scalars))
+    return Contents(static, buffers, *placement.put(others))
 
 
 def _static(
-    tree: Any, optimizer: Optimizer, compute_dtype: ComputeDtype, options: Mapping[str, Any]
+    tree: Any,
+    optimizer: Optimizer,
+    compute_dtype: ComputeDtype,
+    placement: Placement | None,
+    options: Mapping[str, Any],
 ) -> Static:
-    plan = transform.build_plan(tree, optimizer.selection, **options)
+    plan = transform.build_plan(tree, optimizer.selection, placement=placement, **options)
     return Static(plan, optimizer.spec, resolve(compute_dtype, plan))
 
 

@@ -10,6 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from . import ops, packed
 from .check import core_of
@@ -68,7 +69,7 @@ def lerp(target: Target, source: Any, tau: Number) -> Target:
         arenas, backend = target.arenas, target.backend
     else:
         raise TypeError(f"target: expected a TrainState or a Packed, got a {type(target).__name__}")
-    rate, sources = _checked_tau(tau), _sources(target.plan, source)
+    rate, sources = _checked_tau(tau), _sources(target.plan, source, backend)
     new = _lerp(arenas, sources, rate, plan=target.plan, backend=backend)
     if isinstance(target, TrainState):
         return dataclasses.replace(target, weights=new)
@@ -84,26 +85,36 @@ def _lerp(
     plan: MemoryPlan,
     backend: str,
 ) -> Arenas:
-    new = []
-    for layout, arena, source in zip(plan.arenas, arenas, sources, strict=True):
-        taus = jnp.full(plan.num_groups, tau, layout.dtype)
-        new += ops.lerp(layout, taus, [arena], source, backend=backend)
-    return tuple(new)
+    def local(arenas: Arenas, sources: Sequence[Any], tau: float | jax.Array) -> Arenas:
+        new = []
+        for layout, arena, source in zip(plan.arenas, arenas, sources, strict=True):
+            taus = jnp.full(plan.num_groups, tau, layout.dtype)
+            new += ops.lerp(layout, taus, [arena], source, backend=backend)
+        return tuple(new)
+
+    placement = plan.placement
+    if placement is None:
+        return local(arenas, sources, tau)
+    spec = placement.arena_spec
+    return placement.over_devices(local, (spec, spec, PartitionSpec()), spec)(arenas, sources, tau)
 
 
-def _sources(plan: MemoryPlan, source: Any) -> Sequence[Any]:
+def _sources(plan: MemoryPlan, source: Any, backend: str) -> Sequence[Any]:
     """For each of the plan's arenas the source: an arena, or leaves in arena order."""
     if isinstance(source, TrainState | Packed):
         state = isinstance(source, TrainState)
         arenas = source.weights if state else source.arenas
         if source.plan == plan:
             return arenas
-        backend = source.spec.backend if state else source.backend
         dtypes = packed.arena_dtypes(source.plan)
-        leaves = packed.unpack(source.plan, arenas, dtypes, backend=backend)
+        own = source.spec.backend if state else source.backend
+        leaves = packed.unpack(source.plan, arenas, dtypes, backend=own)
         source = packed.merge(source.plan, leaves, source.frozen if state else ())
-    packed.refuse_sharded(source, "source")
-    return packed.by_arena(plan, packed.match(plan, packed.canonical(source), "source"))
+    source = packed.placed(plan, packed.canonical(source), "source")
+    leaves = packed.match(plan, source, "source")
+    if plan.placement is not None:
+        return packed.pack(plan, leaves, backend=backend)
+    return packed.by_arena(plan, leaves)
 
 
 def _checked_tau(tau: Any) -> float | jax.Array:

@@ -83,7 +83,8 @@ def from_optax(
     check_optimizer(optimizer)
     refuse_traced(params, "from_optax", "params")
     refuse_traced(opt_state, "from_optax", "opt_state")
-    packed.refuse_sharded(opt_state, "opt_state")
+    if options.get("mesh") is None:
+        packed.refuse_sharded(opt_state, "opt_state")
     spec = optimizer.spec
     state = TrainState.create(params, optimizer, **options)
     found = _Found(state)
@@ -119,7 +120,7 @@ def from_optax(
             accumulator = _packed(
                 leaves, factor, plan=state.plan, backend=spec.backend, negate=False
             )
-            bad = _first_bad(state.plan, accumulator) if spec.skip_nonfinite else None
+            bad = _first_bad(state.plan, leaves, factor) if spec.skip_nonfinite else None
             if bad is not None:
                 ints[[scalars.HAS_NAN, scalars.CYCLE_BAD]] = 1
                 ints[scalars.LAST_BAD_LEAF] = bad
@@ -136,6 +137,9 @@ def from_optax(
     if numbers:
         state = state.replace_hyperparams(**numbers)
     found.tell_unused()
+    if state.plan.placement is not None:
+        scalars_on_mesh = state.plan.placement.put({"floats": state.floats, "ints": state.ints})
+        return dataclasses.replace(state, **scalars_on_mesh)
     where = transform.placement((params, opt_state))
     if where is None:
         return state
@@ -340,7 +344,7 @@ def _checked(
                 faults.append(f"{leaf.path!r} has shape {shape}, wanted {leaf.shape}")
     if faults:
         raise ValueError(f"{argument}: {listed(list(dict.fromkeys(faults)))}")
-    return [[own[leaf.path] for leaf in plan.leaves] for own in series]
+    return [packed.on_mesh(plan, [own[leaf.path] for leaf in plan.leaves]) for own in series]
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "backend", "negate"))
@@ -357,17 +361,14 @@ def _packed(
     return packed.pack(plan, [-x for x in wide] if negate else wide, backend=backend)
 
 
-def _first_bad(plan: MemoryPlan, arenas: Arenas) -> int | None:
+def _first_bad(plan: MemoryPlan, leaves: Sequence[Any], factor: float) -> int | None:
     """The first leaf with a NaN or an infinity, by its position in the arenas; or None."""
-    first = 0
-    for layout, arena in zip(plan.arenas, arenas, strict=True):
-        if not jnp.isfinite(arena).all():
-            values = np.asarray(arena)
-            bad = [
-                leaf
-                for start, size, leaf, _, _ in layout.segments.tolist()
-                if not np.isfinite(values[start : start + size]).all()
-            ]
-            return first + min(bad)
-        first += len(layout.leaves)
-    return None
+    finite = np.asarray(_finite(leaves, factor, plan=plan))[packed.arena_order(plan)]
+    return None if finite.all() else int(np.argmin(finite))
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _finite(leaves: Sequence[Any], factor: float, *, plan: MemoryPlan) -> jax.Array:
+    dtypes = [plan.arenas[leaf.arena].dtype for leaf in plan.leaves]
+    wide = [jnp.asarray(x, dtype) * factor for x, dtype in zip(leaves, dtypes, strict=True)]
+    return jnp.stack([jnp.isfinite(x).all() for x in wide])

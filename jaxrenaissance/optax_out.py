@@ -222,6 +222,7 @@ class _Filler:
         self.covered += self.shapes
         plan = transform.build_plan(self.state.params, Selection(None, NO_TRUST, ()))
         values = [[known[leaf.path] for leaf in plan.leaves] for known in self.series]
+        packed.refuse_sharded(values, "state")
         arenas = [packed.pack(plan, own, backend=self.state.spec.backend) for own in values]
         mu, nu = (*arenas, (), ())[:2]
         if jtu.tree_map(jnp.shape, (mu, nu)) != jtu.tree_map(jnp.shape, (node.mu, node.nu)):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from . import backends, ops
+from . import backends, collectives, ops
 from .ops.checks import leaf_dtypes
 from .paths import leaves_with_paths
 from .plan import MemoryPlan
@@ -152,9 +152,33 @@ def refuse_sharded(tree: Any, argument: str) -> None:
             path, _ = leaves_with_paths(tree)[i]
             raise ValueError(
                 f"{argument}: the leaf {path!r} is sharded over several devices, and packing it "
-                "would silently gather it. Give arrays of one device, or replicated ones: "
-                "jax.device_put(params, NamedSharding(mesh, PartitionSpec()))"
+                'would silently gather it. A state of TrainState.create(…, mesh=mesh, sharding="'
+                'leaves") has leaves that are sharded; else give arrays of one device, or '
+                "replicated ones: jax.device_put(params, NamedSharding(mesh, PartitionSpec()))"
             )
+
+
+def placed(plan: MemoryPlan, tree: Any, argument: str) -> Any:
+    """A tree like the one that was planned, whose trained leaves lie where the plan has them.
+
+    Without a mesh, they are where they are; others are always.
+
+    Raises:
+        ValueError: if the plan has no mesh, and a leaf is sharded; or if the tree is not like it.
+    """
+    if plan.placement is None:
+        refuse_sharded(tree, argument)
+        return tree
+    trained, others = split(plan, entries_of(plan, tree, argument))
+    return merge(plan, on_mesh(plan, trained), plan.placement.put(others))
+
+
+def on_mesh(plan: MemoryPlan, leaves: Sequence[Any]) -> list[Any]:
+    """Trained leaves, in the tree's order, where the plan has them; without a mesh as they are."""
+    if plan.placement is None:
+        return list(leaves)
+    specs = plan.placement.specs_of(plan.trained)
+    return [plan.placement.put(x, spec) for x, spec in zip(leaves, specs, strict=True)]
 
 
 def _is_sharded(leaf: jax.Array) -> bool:
@@ -187,6 +211,15 @@ def by_arena(plan: MemoryPlan, leaves: Sequence[Any]) -> list[list[Any]]:
     return [[leaves[i] for i in arena.leaves] for arena in plan.arenas]
 
 
+def in_tree_order(plan: MemoryPlan, by_arena: Sequence[Sequence[Any]]) -> list[Any]:
+    """What `by_arena` was made of."""
+    leaves: list[Any] = [None] * len(plan.leaves)
+    for layout, own in zip(plan.arenas, by_arena, strict=True):
+        for i, leaf in zip(layout.leaves, own, strict=True):
+            leaves[i] = leaf
+    return leaves
+
+
 def pack(plan: MemoryPlan, leaves: Sequence[Any], *, backend: str) -> Arenas:
     """The arenas that hold the trained leaves, given in the tree's order; one launch an arena."""
     return _pack(list(leaves), plan=plan, backend=backend)
@@ -212,21 +245,44 @@ def unpack(
 # Inlined into the step's own jit; called from Python, all leaves cost one dispatch.
 @functools.partial(jax.jit, static_argnames=("plan", "backend"), inline=True)
 def _pack(leaves: list[Any], *, plan: MemoryPlan, backend: str) -> Arenas:
-    return tuple(
-        ops.pack(layout, own, backend=backend)
-        for layout, own in zip(plan.arenas, by_arena(plan, leaves), strict=True)
-    )
+    def local(leaves: list[Any]) -> Arenas:
+        return collectives.own_pieces(plan, by_arena(plan, leaves), backend=backend)
+
+    placement = plan.placement
+    if placement is None:
+        return local(leaves)
+    specs = placement.specs_of(plan.trained)
+    return placement.over_devices(local, (specs,), placement.arena_spec)(leaves)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "dtypes", "backend"), inline=True)
 def _unpack(arenas: Arenas, *, plan: MemoryPlan, dtypes: Dtypes, backend: str) -> list[jax.Array]:
-    leaves: list[Any] = [None] * len(plan.leaves)
-    for layout, arena, own in zip(plan.arenas, arenas, dtypes, strict=True):
-        for i, leaf in zip(
-            layout.leaves, ops.unpack(layout, arena, own, backend=backend), strict=True
-        ):
-            leaves[i] = leaf
-    return leaves
+    def local(arenas: Arenas) -> list[jax.Array]:
+        if placement is not None and placement.form == "zero1":
+            by_arena = collectives.gathered_leaves(plan, arenas, dtypes, backend=backend)
+        else:
+            by_arena = [
+                ops.unpack(layout, arena, own, backend=backend)
+                for layout, arena, own in zip(plan.arenas, arenas, dtypes, strict=True)
+            ]
+        return in_tree_order(plan, by_arena)
+
+    placement = plan.placement
+    if placement is None:
+        return local(arenas)
+    # Those without elements stay outside, see `over_devices`.
+    full = [leaf.size > 0 for leaf in plan.leaves]
+    specs = [s for s, own in zip(placement.specs_of(plan.trained), full, strict=True) if own]
+
+    def some(arenas: Arenas) -> list[jax.Array]:
+        return [x for x, own in zip(local(arenas), full, strict=True) if own]
+
+    found = iter(placement.over_devices(some, (placement.arena_spec,), specs)(arenas))
+    given, shapes = in_tree_order(plan, dtypes), _shapes_here(plan)
+    return [
+        next(found) if own else jnp.zeros(shapes[leaf.path], dtype)
+        for leaf, own, dtype in zip(plan.leaves, full, given, strict=True)
+    ]
 
 
 def merge(plan: MemoryPlan, trained: Sequence[Any], others: Sequence[Any]) -> Any:
@@ -256,23 +312,46 @@ def match(plan: MemoryPlan, tree: Any, argument: str) -> list[Any]:
 
     Raises:
         ValueError: naming `argument` and the paths of leaves that are missing, extra, of another
-            shape or of a dtype that the arena does not hold.
+            shape, of a dtype that the arena does not hold, or sharded over explicit axes in another
+            way than the state.
     """
     entries, _ = split(plan, entries_of(plan, tree, argument))
+    shapes_here = _shapes_here(plan)
     faults = []
     for leaf, entry in zip(plan.leaves, entries, strict=True):
         shape, dtype = getattr(entry, "shape", None), getattr(entry, "dtype", None)
         allowed = leaf_dtypes(plan.arenas[leaf.arena])
+        wanted = shapes_here[leaf.path]
         if shape is None or dtype is None:
             faults.append(f"{leaf.path!r} is {_short(entry)}, wanted an array")
-        elif tuple(shape) != leaf.shape:
-            faults.append(f"{leaf.path!r} has shape {tuple(shape)}, wanted {leaf.shape}")
+        elif tuple(shape) != wanted:
+            faults.append(f"{leaf.path!r} has shape {tuple(shape)}, wanted {wanted}")
         elif dtype not in allowed:
             names = " or ".join(d.name for d in allowed)
             faults.append(f"{leaf.path!r} has dtype {dtype.name}, wanted {names}")
+    if not faults and plan.placement is not None:
+        specs = plan.placement.specs_of(plan.trained)
+        for leaf, entry, spec in zip(plan.leaves, entries, specs, strict=True):
+            got = plan.placement.wrong_spec(entry, spec)
+            if got is not None and leaf.size:  # Others are wherever a device makes them.
+                faults.append(
+                    f"{leaf.path!r} is sharded as {got}, wanted {spec}; reshard it, or make the "
+                    'state with sharding="leaves" from leaves that are sharded so'
+                )
     if faults:
         raise ValueError(f"{argument}: {listed(faults)}")
     return entries
+
+
+def _shapes_here(plan: MemoryPlan) -> dict[str, tuple[int, ...]]:
+    """The shapes that leaves have here, by path: inside of `jax.shard_map` a device's own."""
+    placement = plan.placement
+    local = placement is not None and placement.form == "leaves" and placement.is_inside()
+    shapes = {leaf.path: leaf.shape for leaf in plan.leaves}
+    for layout in plan.arenas if local else ():
+        for i, shape in zip(layout.leaves, layout.shapes, strict=True):
+            shapes[plan.leaves[i].path] = shape
+    return shapes
 
 
 def entries_of(plan: MemoryPlan, tree: Any, argument: str) -> list[Any]:

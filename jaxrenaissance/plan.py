@@ -13,6 +13,7 @@ import numpy as np
 from . import plan_table, planning
 from .arena_layout import SEGMENT_BYTES, ArenaLayout, Leaf, round_up
 from .groups import Group
+from .placement import Placement
 from .planning import NO_TRUST, Rules, Stacked
 from .regions import W_REGIONS, MemRange, Region
 
@@ -75,6 +76,9 @@ class MemoryPlan:
             decay: "decay", "no decay", and two for each of the user's groups. Where the optimizer
             has trust ratios, with and without one: "decay, trust", "no decay, trust", "decay, no
             trust", "no decay, no trust", and four for each of the user's groups.
+        shards: over how many devices each segment is cut; layouts and offsets are then those of
+            the piece that each of them holds.
+        placement: where the pieces lie; None on a single device.
     """
 
     leaves: tuple[Leaf, ...]
@@ -82,6 +86,8 @@ class MemoryPlan:
     trained: tuple[bool, ...]
     arenas: tuple[ArenaLayout, ...]
     groups: tuple[str, ...]
+    shards: int = 1
+    placement: Placement | None = None
 
     @staticmethod
     def build(
@@ -94,6 +100,7 @@ class MemoryPlan:
         trust_ratio_mask: Any = NO_TRUST,
         groups: Sequence[Group] = (),
         shards: int = 1,
+        placement: Placement | None = None,
     ) -> "MemoryPlan":
         """Plans the arenas of a tree of parameters.
 
@@ -117,7 +124,9 @@ class MemoryPlan:
             trust_ratio_mask: which leaves have a trust ratio, as in `mask`, for an optimizer that
                 has them. By default it has none.
             groups: leaves with hyperparameters of their own, as in the optimizers.
-            shards: into how many equal parts the arenas can be cut; a multiple of 128 bytes each.
+            shards: over how many devices each segment is cut, in whole lines of 128 bytes, as
+                `sharding="zero1"` of `TrainState.create` does it.
+            placement: over which devices, where they are known: in place of `shards`.
 
         Raises:
             TypeError: if groups is no list of `Group`s, or a match is none of what it can be.
@@ -125,18 +134,18 @@ class MemoryPlan:
                 matched by two groups, or a trained leaf cannot lie in an arena. It names the
                 argument and the leaf's path.
         """
-        return MemoryPlan(
-            *planning.build(
-                tree,
-                rules=rules,
-                stacked=stacked,
-                trainable=trainable,
-                mask=mask,
-                trust_ratio_mask=trust_ratio_mask,
-                groups=groups,
-                shards=shards,
-            )
+        fields = planning.build(
+            tree,
+            rules=rules,
+            stacked=stacked,
+            trainable=trainable,
+            mask=mask,
+            trust_ratio_mask=trust_ratio_mask,
+            groups=groups,
+            shards=shards,
+            placement=placement,
         )
+        return MemoryPlan(*fields, shards if placement is None else placement.shards, placement)
 
     @property
     def num_groups(self) -> int:
@@ -150,9 +159,16 @@ class MemoryPlan:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of padding in one series."""
-        used = sum(leaf.size * self.arenas[leaf.arena].dtype.itemsize for leaf in self.leaves)
-        return self.bytes() - used
+        """Bytes of padding in one series, of all devices together that share one."""
+        if self.shards == 1:
+            used = sum(int(x.segments[:, 1].sum()) * x.dtype.itemsize for x in self.arenas)
+        else:
+            used = sum(leaf.size * self.arenas[leaf.arena].dtype.itemsize for leaf in self.leaves)
+        return self.bytes() * self.shards - used
+
+    def leaves_of(self, arena: int) -> tuple[Leaf, ...]:
+        """The leaves of an arena, in its order."""
+        return tuple(self.leaves[i] for i in self.arenas[arena].leaves)
 
     def by_path(self, values: Any) -> dict[str, Any]:
         """Values that stand one for each trained leaf, by the leaf's path.
@@ -174,19 +190,19 @@ class MemoryPlan:
         return {leaf.path: values[..., i] for i, leaf in enumerate(self.leaves)}
 
     def bytes(self, series: int = 1) -> int:
-        """Bytes of this many series, padding included."""
+        """Bytes of this many series on each device, padding included."""
         return series * sum(arena.nbytes for arena in self.arenas)
 
     def total_bytes(self, config: PlanConfig) -> int:
-        """Bytes of all series that a configuration needs."""
+        """Bytes of all series that a configuration needs, on each device."""
         return self.bytes(config.series)
 
     def region_range(self, first: Region, last: Region | None = None, arena: int = 0) -> MemRange:
         """The range of consecutive regions, with the padding that follows their segments.
 
         Neighbouring regions meet, so that the bias-like regions are one range and the weight
-        regions the next. What pads the arena for shards belongs to no region. Series G, M and V
-        have the same ranges as W.
+        regions the next. Series G, M and V have the same ranges as W; where devices share the
+        arenas, each of their pieces has them.
 
         Args:
             first, last: regions of one series, in order; `last` is `first` if None.
@@ -223,7 +239,7 @@ class MemoryPlan:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.leaves, self.trained, self.arenas, self.groups))
+        return hash((self.leaves, self.trained, self.arenas, self.groups, self.placement))
 
     def __hash__(self) -> int:
         return self._hash
@@ -237,12 +253,13 @@ class MemoryPlan:
             hash(self) == hash(other)
             and (self.trained, self.arenas) == (other.trained, other.arenas)
             and (self.leaves, self.treedef) == (other.leaves, other.treedef)
-            and self.groups == other.groups
+            and (self.groups, self.shards) == (other.groups, other.shards)
+            and self.placement == other.placement
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = self.leaves, self.treedef, self.trained, self.arenas, self.groups
-        return MemoryPlan, fields
+        return MemoryPlan, (*fields, self.shards, self.placement)
 
     def __repr__(self) -> str:
         arenas = "".join(f", {arena.dtype}[{arena.size}]" for arena in self.arenas)
@@ -275,6 +292,12 @@ class MemoryPlan:
             "",
             f"{len(self.leaves):,} trained leaves, {self.num_parameters:,} parameters"
             + (f"; {frozen:,} not trained" if frozen else ""),
-            f"{self.bytes():,} bytes a series, {self.padding_bytes:,} of them padding",
+            f"{self.bytes():,} bytes a series"
+            + (
+                f", {self.padding_bytes:,} of them padding"
+                if self.shards == 1
+                else f" on each of {self.shards:,} devices, {self.padding_bytes:,} of all of them "
+                "padding"
+            ),
         ]
         return "\n".join(lines)

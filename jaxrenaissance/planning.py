@@ -27,6 +27,8 @@ from .paths import (
     select_trained,
     stacked_axes,
 )
+from .pieces import piece_shape
+from .placement import Placement
 from .regions import BIAS_LIKE, Region
 from .rules import classify, override
 
@@ -47,11 +49,14 @@ def build(
     trust_ratio_mask: Any,
     groups: Sequence[Group],
     shards: int,
+    placement: Placement | None,
 ) -> tuple[tuple[Leaf, ...], Any, tuple[bool, ...], tuple[ArenaLayout, ...], tuple[str, ...]]:
     """The fields of the plan. See `MemoryPlan.build`."""
     groups = check_groups(groups)
     if not is_int(shards) or shards < 1:
         raise ValueError(f"shards: expected a positive int, got {shards!r}")
+    if placement is not None:
+        shards = placement.shards
     flat, treedef = leaves_with_paths(tree), jtu.tree_structure(tree)
     paths = [path for path, _ in flat]
     given = [_struct(leaf) for _, leaf in flat]
@@ -89,10 +94,17 @@ def build(
         if not order:
             continue
         order.sort(key=lambda i: regions[i])  # Stable: in a region as in the tree.
+        local = [
+            piece_shape(shapes[i], axes[i], int(shards), dtype)
+            if shards > 1
+            else (_local_shape(paths[i], shapes[i], axes[i], i, placement), axes[i])
+            for i in order
+        ]
+        unit = SEGMENT_BYTES // dtype.itemsize
         offsets, size, segments = lay_out(
-            SEGMENT_BYTES // dtype.itemsize,
-            [shapes[i] for i in order],
-            [axes[i] for i in order],
+            unit,
+            [shape for shape, _ in local],
+            [stacked for _, stacked in local],
             [rows[i] for i in order],
         )
         for i, offset in zip(order, offsets, strict=True):
@@ -111,15 +123,31 @@ def build(
         arenas.append(
             ArenaLayout(
                 dtype,
-                round_up(size, SEGMENT_BYTES // dtype.itemsize * int(shards)),
+                round_up(size, unit),
                 tuple(position[i] for i in order),
-                tuple(shapes[i] for i in order),
+                tuple(shape for shape, _ in local),
                 segments,
             )
         )
     leaves = tuple(placed[i] for i in chosen)
     names = row_names(groups, trust=trust)
     return leaves, treedef, tuple(trained), tuple(arenas), names
+
+
+def _local_shape(
+    path: str, shape: tuple[int, ...], stacked: int, leaf: int, placement: Placement | None
+) -> tuple[int, ...]:
+    """What each device holds of a leaf that is not cut by us."""
+    if placement is None or placement.form != "leaves":
+        return shape
+    spec = placement.leaf_specs[leaf]
+    if any(axes is not None for axes in spec[:stacked]):
+        raise ValueError(
+            f"stacked: the leaf {path!r} is sharded over its stacked axes, {spec}, and each of "
+            "their slices has a norm of its own. Shard another of its axes, or leave it out of "
+            "stacked="
+        )
+    return placement.local_shape(shape, spec)
 
 
 def _struct(leaf: Any) -> Any:

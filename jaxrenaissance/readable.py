@@ -5,10 +5,13 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
 
 from . import averages, checkpoint, frozen_leaves, metrics, packed, scalars
 from .contents import Contents, refuse_members
 from .packed import Dtypes
+from .placement import spec_of
 from .plan import MemoryPlan
 from .spec import Spec
 from .static import Static
@@ -44,15 +47,57 @@ class ReadableState:
         return self.static.spec
 
     @property
+    def partition_specs(self) -> Self:
+        """How the state lies on its mesh: a state of `PartitionSpec`s in place of arrays.
+
+        For a step that runs in a `jax.shard_map` of yours, where each device takes the gradients of
+        its own part of the batch, and `apply_gradients` their mean over all of them:
+
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> import jaxrenaissance as jr
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> optimizer = jr.sgd(0.5)
+        >>> state = jr.TrainState.create({"w": jnp.ones(2)}, optimizer, mesh=mesh, sharding="zero1")
+        >>> def local_step(state, batch):
+        ...     grads = jax.grad(lambda p: jnp.mean(batch @ p["w"]))(state.compute_params)
+        ...     return state.apply_gradients(grads)
+        >>> specs = state.partition_specs
+        >>> in_specs = (specs, P("data"))
+        >>> step = jax.jit(jax.shard_map(local_step, mesh=mesh, in_specs=in_specs, out_specs=specs))
+        >>> step(state, jnp.ones((4, 2))).params["w"].tolist()
+        [0.5, 0.5]
+
+        Differentiate each device's own loss, for `compute_params`, `params` or `trainable_params`:
+        a mean of the losses over the devices is for logging, after the gradient. In the loss that
+        is differentiated, `jax.lax.pmean` would make the gradients smaller, by the number of
+        devices. What the step returns beside the state is yours to reduce, batch statistics too;
+        read `params` outside.
+
+        Leaves that are not trained, and `extra`, are as they lie on the mesh.
+        """
+        placement = self.plan.placement
+        members = (None,) * (self.ints.ndim - 1)
+        cut = PartitionSpec(*members, *(() if placement is None else placement.arena_spec))
+        series = {"weights", "moments", "ema", "accumulator"}
+        specs = {
+            field.name: jtu.tree_map(
+                (lambda x: cut) if field.name in series else spec_of, getattr(self, field.name)
+            )
+            for field in dataclasses.fields(self)
+            if field.name != "static"
+        }
+        return dataclasses.replace(self, **specs)
+
+    @property
     def params(self) -> Any:
         """The parameters in full precision: the given tree, in the given dtypes.
 
         Outside of jit they are copies, which outlive the state's donation; also of leaves that are
         not trained.
         """
-        return self._tree(
-            self.weights, packed.given_dtypes(self.plan), frozen_leaves.copies(self.frozen)
-        )
+        given = packed.given_dtypes(self.plan)
+        return self._for_gradients(given, frozen_leaves.copies(self.frozen))
 
     @property
     def compute_params(self) -> Any:
@@ -61,9 +106,7 @@ class ReadableState:
         Gradients of bfloat16 leaves add up in bfloat16: a weight that a scan uses thousands of
         times needs a float32 leaf, see `compute_dtype` in `create`.
         """
-        return self._tree(
-            self.weights, self.static.compute_dtypes, frozen_leaves.copies(self.frozen)
-        )
+        return self._for_gradients(self.static.compute_dtypes, frozen_leaves.copies(self.frozen))
 
     @property
     def trainable_params(self) -> Any:
@@ -73,7 +116,7 @@ class ReadableState:
         put the rest back inside:
         `jax.grad(lambda p: loss(state.merge(p)))(state.trainable_params)`.
         """
-        return self._tree(self.weights, self.static.compute_dtypes, (None,) * len(self.frozen))
+        return self._for_gradients(self.static.compute_dtypes, (None,) * len(self.frozen))
 
     @property
     def ema_params(self) -> Any:
@@ -268,7 +311,8 @@ class ReadableState:
 
         Raises:
             ValueError: if the state holds several members, two leaves have one path, or a leaf
-                cannot be named, since its name is "".
+                cannot be named, since its name is "". With host, if the state is one of
+                `sharding="leaves"` over devices of several processes.
         """
         self._check_single("to_leaves")
         return checkpoint.to_leaves(self._contents, host=host)
@@ -283,6 +327,13 @@ class ReadableState:
 
     def _check_single(self, method: str) -> None:
         refuse_members(self.ints, method, f"state.{method}(…)")
+        self._check_whole(method)
+
+    def _check_whole(self, method: str) -> None:
+        if self.plan.placement is None:
+            packed.refuse_sharded(
+                {"weights": self.weights, "moments": self.moments}, f"{method}: the state"
+            )
 
     def _averages(self, method: str) -> Arenas:
         if not self.spec.ema:
@@ -293,8 +344,14 @@ class ReadableState:
         return averages.read(self.spec, self.floats, self.ema, self.weights)
 
     def _tree(self, weights: Arenas, dtypes: Dtypes, frozen: tuple[Any, ...]) -> Any:
+        self._check_whole("params")
         leaves = packed.unpack(self.plan, weights, dtypes, backend=self.spec.backend)
         return packed.merge(self.plan, leaves, frozen)
+
+    def _for_gradients(self, dtypes: Dtypes, frozen: tuple[Any, ...]) -> Any:
+        tree = self._tree(self.weights, dtypes, frozen)
+        placement = self.plan.placement
+        return tree if placement is None else placement.varying(tree)
 
     def __repr__(self) -> str:
         return describe(self.static, self.ints, self.frozen, self.extra)

@@ -18,6 +18,7 @@ from .extra import copy
 from .foreign import check_optimizer
 from .ops.checks import leaf_dtypes
 from .packed import Dtypes
+from .placing import of_other_leaves
 from .plan import MemoryPlan
 from .planning import Rules, Stacked
 from .static import Static
@@ -43,11 +44,11 @@ def change(
             raise ValueError(
                 f"optimizer: expected one of the state's spec, {spec}, got {optimizer.spec}"
             )
-    packed.refuse_sharded(new_tree, "new_tree")
     tree = packed.canonical(new_tree)
     static = _plan_again(old.static, tree, optimizer, compute_dtype, **options)
     frozen_leaves.check_arrays(static.plan, tree, "new_tree")
     _note_lost(old.static.plan, static.plan)
+    tree = packed.placed(static.plan, tree, "new_tree")
     trained, frozen = packed.split(static.plan, jtu.tree_leaves(tree))
     buffers = _move(old.static, static, old.buffers, trained)
     return old._replace(static=static, buffers=buffers, frozen=tuple(copy(frozen)))
@@ -69,6 +70,7 @@ def _plan_again(
         "rules": _rules(known, rules),
         "stacked": _stacked(known) if stacked is None else stacked,
         "trainable": _trainable(old.plan, tree) if trainable is None else trainable,
+        "placement": of_other_leaves(old.plan.placement, tree),
     }
     if optimizer is None:
         if old.spec.trust is not None:
@@ -134,10 +136,11 @@ def _same(old: Static, new: Static, arenas: Arenas, fresh: Sequence[jax.Array]) 
     dtypes = packed.arena_dtypes(old.plan)
     before = packed.unpack(old.plan, arenas, dtypes, backend=new.spec.backend)
     known = {(leaf.path, leaf.shape): x for leaf, x in zip(old.plan.leaves, before, strict=True)}
-    return [
+    leaves = [
         known.get((leaf.path, leaf.shape), x).astype(x.dtype)
         for leaf, x in zip(new.plan.leaves, fresh, strict=True)
     ]
+    return packed.on_mesh(new.plan, leaves)
 
 
 def _moved(old: Static, new: Static, arenas: Arenas, fresh: Sequence[jax.Array]) -> Arenas:

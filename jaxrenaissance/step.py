@@ -1,5 +1,6 @@
 """step: what one call of an optimizer runs, over all arenas of a state."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,8 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from . import hyperparams, ops, packed, scalars
+from . import hyperparams, joint_norms, ops, packed, scalars
+from .incoming import Incoming, receive, receive_sums
 from .ops.primitive import same_manual_axes
 from .plan import MemoryPlan
 from .spec import Spec
@@ -43,10 +46,38 @@ def start(
     spec: Spec, plan: MemoryPlan, weights: Arenas, floats: jax.Array, ints: jax.Array
 ) -> Buffers:
     """The buffers of a state that has not been stepped, from its weights and scalars."""
-    norms = [jnp.zeros(count, floats.dtype) for count in _segments(plan)]
+    run = functools.partial(_start, spec, plan)
+    placement = plan.placement
+    if placement is None:
+        return run(weights, floats, ints)
+    operands = (placement.arena_spec, PartitionSpec(), PartitionSpec())
+    return placement.over_devices(run, operands, specs_of_buffers(plan))(weights, floats, ints)
+
+
+def specs_of_buffers(plan: MemoryPlan) -> Any:
+    """How the buffers lie on the plan's mesh."""
+    assert plan.placement is not None
+    cut, same = plan.placement.arena_spec, PartitionSpec()
+    return Buffers(
+        weights=cut,  # pyright: ignore[reportArgumentType]: a spec for all of them
+        moments=cut,  # pyright: ignore[reportArgumentType]
+        ema=cut,  # pyright: ignore[reportArgumentType]
+        accumulator=cut,  # pyright: ignore[reportArgumentType]
+        norms=same,  # pyright: ignore[reportArgumentType]
+        ratios=same,  # pyright: ignore[reportArgumentType]
+        floats=same,  # pyright: ignore[reportArgumentType]
+        ints=same,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _start(
+    spec: Spec, plan: MemoryPlan, weights: Arenas, floats: jax.Array, ints: jax.Array
+) -> Buffers:
+    norms = tuple(jnp.zeros(count, floats.dtype) for count in _segments(plan))
     # Inside shard_map each step leaves all of them varying over the same axes, so they start so.
-    floats, ints, *rest = same_manual_axes([floats, ints, *weights, *norms])
-    weights, norms = tuple(rest[: len(weights)]), tuple(rest[len(weights) :])
+    if plan.placement is None:
+        floats, ints, *rest = same_manual_axes([floats, ints, *weights, *norms])
+        weights, norms = tuple(rest[: len(weights)]), tuple(rest[len(weights) :])
     averages = map(jnp.zeros_like if spec.ema_debias else jnp.copy, weights)
     return Buffers(
         weights=weights,
@@ -78,14 +109,13 @@ def first_leaves(plan: MemoryPlan) -> list[int]:
 
 
 # Inlined into the caller's own jit; called from Python, it is one dispatch.
-@jax.jit(static_argnums=(0, 1), static_argnames=("from_arena",), inline=True)
+@jax.jit(static_argnums=(0, 1), inline=True)
 def step(
     spec: Spec,
     plan: MemoryPlan,
     buffers: Buffers,
     gradients: Sequence[Any],
-    *,
-    from_arena: bool = False,
+    sums: jax.Array | None = None,
 ) -> Buffers:
     """One step over all arenas.
 
@@ -94,12 +124,34 @@ def step(
     Args:
         spec, plan: static.
         buffers: of the state.
-        gradients: the trained leaves' in the tree's order, checked; or with `from_arena` one arena
-            each, in which non-finite values were looked for when they were added up.
-        from_arena: which of the two.
+        gradients: the trained leaves' in the tree's order, checked; or the arenas of `Gradients`.
+        sums: the counters of these, where they are.
     """
-    own: Sequence[Any] = gradients if from_arena else packed.by_arena(plan, gradients)
-    now, own = _prepare(spec, plan, buffers, own, from_arena=from_arena)
+    placement = plan.placement
+    if placement is None:
+        return _step(spec, plan, False, buffers, gradients, sums)
+    run = functools.partial(_step, spec, plan, placement.is_inside())
+    specs = specs_of_buffers(plan)
+    leaves = placement.specs_of(plan.trained) if sums is None else placement.arena_spec
+    operands = (specs, leaves, PartitionSpec())
+    return placement.over_devices(run, operands, specs)(buffers, gradients, sums)
+
+
+def _step(
+    spec: Spec,
+    plan: MemoryPlan,
+    each_has_its_own: bool,
+    buffers: Buffers,
+    gradients: Sequence[Any],
+    sums: jax.Array | None,
+) -> Buffers:
+    """See `step`; on one device, whose gradients may be of its own part of a batch."""
+    found = (
+        receive(spec, plan, buffers.ints, gradients, each_has_its_own=each_has_its_own)
+        if sums is None
+        else receive_sums(plan, buffers.ints, gradients, sums, each_has_its_own=each_has_its_own)
+    )
+    now, own = _prepare(spec, plan, buffers, found)
     if "update_norm" in spec.metrics:
         now = _measure_update(spec, plan, now, own)
     new = [
@@ -146,7 +198,8 @@ def changes(
     Returns:
         The new buffers, and the changes in the tree's order.
     """
-    now, own = _prepare(spec, plan, buffers, packed.by_arena(plan, gradients), from_arena=False)
+    found = Incoming(buffers.ints, packed.by_arena(plan, gradients), is_looked_at=False)
+    now, own = _prepare(spec, plan, buffers, found)
     own_weights = None if weights is None else packed.by_arena(plan, weights)
     leaves: list[Any] = [None] * len(plan.leaves)
     moments = []
@@ -169,10 +222,15 @@ def changes(
 
 
 def _prepare(
-    spec: Spec, plan: MemoryPlan, old: Buffers, own: Sequence[Any], *, from_arena: bool
+    spec: Spec, plan: MemoryPlan, old: Buffers, found: Incoming
 ) -> tuple[Buffers, Sequence[Any]]:
     """All that comes before an update: scalars, sums and ratios; and the gradients it goes by."""
-    ints, accumulator, workspaces = _look_at(spec, plan, old, own, from_arena=from_arena)
+    old, own = old._replace(ints=found.ints), found.gradients
+    ints, accumulator, workspaces = _look_at(spec, plan, old, own, is_looked_at=found.is_looked_at)
+    if workspaces or ints is not old.ints:  # else nobody has looked for anything here
+        ints, workspaces = joint_norms.join(
+            plan, old.ints, ints, workspaces, products=spec.trust_rule == 2, backend=spec.backend
+        )
     if accumulator:
         own = accumulator
     floats = old.floats
@@ -184,7 +242,7 @@ def _prepare(
 
 
 def _look_at(
-    spec: Spec, plan: MemoryPlan, old: Buffers, own: Sequence[Any], *, from_arena: bool
+    spec: Spec, plan: MemoryPlan, old: Buffers, own: Sequence[Any], *, is_looked_at: bool
 ) -> tuple[jax.Array, Arenas, Arenas]:
     """The pass over the gradients: the counters, the sums and the workspaces of the norms.
 
@@ -217,18 +275,20 @@ def _look_at(
         elif spec.norms and not spec.accumulate:
             ints, workspace = ops.norms(layout, ints, own[i], flag=flag, **where)
             by_arena.append([workspace])
-        elif flag and not (from_arena or spec.accumulate):
+        elif flag and not (is_looked_at or spec.accumulate):
             ints = ops.statistics(layout, ints, own[i], **where)
     return ints, tuple(sums), tuple(itertools.chain(*zip(*by_arena, strict=True)))
 
 
 def _advance(spec: Spec, plan: MemoryPlan, old: Buffers, workspaces: Arenas) -> Buffers:
     """With the scalars and counters of this call, the norms of the segments, and LARS's ratios."""
-    ints, weights = old.ints, []
+    ints, weights = old.ints, ()
     if "param_norm" in spec.metrics and not spec.trust_rule:
+        of_arenas = []
         for layout, arena in zip(plan.arenas, old.weights, strict=True):
-            ints, workspace = ops.norms(layout, ints, arena, flag=False, backend=spec.backend)
-            weights.append(workspace)
+            _, workspace = ops.norms(layout, ints, arena, flag=False, backend=spec.backend)
+            of_arenas.append(workspace)
+        weights = joint_norms.join_sums(plan, of_arenas, backend=spec.backend)
     if not workspaces and not weights:
         floats, ints = ops.prologue(old.floats, ints, backend=spec.backend)
         return old._replace(floats=floats, ints=ints)
@@ -267,6 +327,7 @@ def _lamb_ratios(spec: Spec, plan: MemoryPlan, now: Buffers, own: Sequence[Any])
         for i, layout in enumerate(plan.arenas)
     ]
     workspaces = [*itertools.chain(*zip(*by_arena, strict=True))]
+    workspaces = joint_norms.join_sums(plan, workspaces, backend=spec.backend)
     floats, ratios = ops.finish_ratios(
         now.floats, workspaces, _segments(plan) * 2, _groups(plan), backend=spec.backend
     )
@@ -290,6 +351,7 @@ def _measure_update(spec: Spec, plan: MemoryPlan, now: Buffers, own: Sequence[An
     ]
     if not workspaces:
         return now
+    workspaces = joint_norms.join_sums(plan, workspaces, backend=spec.backend)
     floats = ops.finish_update(now.floats, workspaces, _segments(plan), backend=spec.backend)
     return now._replace(floats=floats)
 

@@ -26,6 +26,10 @@ def describe(static: Static, ints: Any, frozen: tuple[Any, ...], extra: Any) -> 
         f"computed in {', '.join(sorted(computed)) or 'no dtype'}",
         f"arenas: {arenas}; weights and {', '.join(series)}",
     ]
+    if plan.placement is not None:
+        axes = " and ".join(map(repr, plan.placement.axes))
+        devices = plan.placement.mesh.size
+        lines.append(f"{plan.placement.form} over {devices:,} devices, axis {axes}")
     if spec.schedules:
         lines.append("schedules: " + ", ".join(f"{name}={s}" for name, s in spec.schedules))
     if spec.groups:
@@ -41,7 +45,7 @@ def _progress(ints: Any) -> str:
     if isinstance(ints, jax.Array) and not isinstance(ints, jax.core.Tracer):
         if ints.is_deleted():
             return "donated"
-        if ints.ndim == 1 and ints.is_fully_addressable:
+        if ints.ndim == 1 and (ints.is_fully_addressable or ints.is_fully_replicated):
             values = np.asarray(ints)
             return f"step {values[scalars.STEP]}, skipped {values[scalars.SKIPPED]}"
     shape = getattr(ints, "shape", None)

@@ -54,16 +54,23 @@ def reset_moments(
     moments: tuple[Arenas, ...], *, plan: MemoryPlan, chosen: tuple[bool, ...], backend: str
 ) -> tuple[Arenas, ...]:
     """The moments, zero where a leaf is chosen; one launch an arena."""
-    return tuple(
-        ops.lerp(
-            with_groups(layout, [chosen[i] for i in layout.leaves]),
-            jnp.arange(2, dtype=layout.dtype),  # All the way to zero, or not at all.
-            own,
-            None,
-            backend=backend,
+
+    def local(moments: tuple[Arenas, ...]) -> tuple[Arenas, ...]:
+        return tuple(
+            ops.lerp(
+                with_groups(layout, [chosen[i] for i in layout.leaves]),
+                jnp.arange(2, dtype=layout.dtype),  # All the way to zero, or not at all.
+                own,
+                None,
+                backend=backend,
+            )
+            for layout, own in zip(plan.arenas, moments, strict=True)
         )
-        for layout, own in zip(plan.arenas, moments, strict=True)
-    )
+
+    placement = plan.placement
+    if placement is None:
+        return local(moments)
+    return placement.over_devices(local, (placement.arena_spec,), placement.arena_spec)(moments)
 
 
 @jax.jit(inline=True)

@@ -1,11 +1,12 @@
 """TrainState: parameters, moments and scalars as a few device buffers."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
+from jax.sharding import Mesh
 
 from . import (
     averages,
@@ -55,7 +56,8 @@ class TrainState(ReadableState):
     (1.0, 1)
 
     Attributes:
-        weights: one 1-D array an arena: [arena.size] in the arena's dtype.
+        weights: one 1-D array an arena: [arena.size] in the arena's dtype; on a mesh with "zero1"
+            or "leaves" those of all devices, one after the other.
         moments: for each arena its moments, arrays like the weights.
         ema: the averages of the weights, arrays like them; () without `ema_decay`.
         accumulator: sums of gradients, arrays like the weights; () without `accumulate`.
@@ -80,7 +82,10 @@ class TrainState(ReadableState):
         trainable: Any = None,
         extra: Any = None,
         ema_extra: bool = False,
-        shards: int = 1,
+        mesh: Mesh | None = None,
+        data_axis: str | Sequence[str] = "data",
+        sharding: str = "replicated",
+        reduce_dtype: Any = None,
     ) -> "TrainState":
         """A state that starts from these parameters, which are copied: the caller's arrays stay.
 
@@ -92,11 +97,27 @@ class TrainState(ReadableState):
                 dtype: all leaves. A mapping from `Region`s or path patterns to dtypes: the first
                 key that fits a leaf decides, and the others are as in `params`. Leaves that are not
                 trained are always as given.
-            rules, stacked, trainable, shards: see `MemoryPlan.build`.
+            rules, stacked, trainable: see `MemoryPlan.build`.
             extra: a pytree of arrays, kept as `state.extra`.
             ema_extra: whether the float arrays of `extra` are averaged as the weights are, for
                 `with_ema`: batch statistics that fit the averaged weights. Others are taken as
                 they are at the last update. The averages follow what `apply_gradients` is given.
+            mesh: the devices of a training on several. None: one device. `docs/scaling.md` says
+                which form to choose. A step is then either a plain jitted one over a sharded batch,
+                whose gradients XLA adds up over the devices; or runs in a `jax.shard_map` of yours
+                over the data axis, see `partition_specs`: there `apply_gradients` takes each
+                device's own gradients and updates with their mean.
+            data_axis: the axis, or axes, of the mesh over which the batch is sharded.
+            sharding: "replicated": every device holds the whole state. "zero1": each holds a part
+                of the weights, moments and averages, and updates it; gradients are reduced to that
+                part, and the new weights gathered in the compute dtype, when they are read.
+                "leaves": each holds, of every leaf, what the leaf's own NamedSharding on the mesh
+                gives it (FSDP, tensor parallel), and only norms cross the links; gradients inside
+                of a `jax.shard_map` are then yours to reduce. Arrays that lie elsewhere are put on
+                the mesh once, here.
+            reduce_dtype: in which gradients that devices have of their own are added up. None:
+                float32, or float64; bfloat16 halves the bytes on the links, and rounds the sums;
+                in float16 they overflow sooner than their mean.
 
         Raises:
             TypeError: if the optimizer is not one of this package's.
@@ -104,8 +125,17 @@ class TrainState(ReadableState):
                 sharded over devices; names the leaf's path and the argument. If there is to be
                 an average of `extra`, and none of the weights.
         """
-        options = {"rules": rules, "stacked": stacked, "trainable": trainable, "shards": shards}
-        contents = creation.from_params(params, extra, optimizer, ema_extra, compute_dtype, options)
+        options = {"rules": rules, "stacked": stacked, "trainable": trainable}
+        over = {"mesh": mesh, "data_axis": data_axis, "sharding": sharding}
+        contents = creation.from_params(
+            params,
+            extra,
+            optimizer,
+            ema_extra,
+            compute_dtype,
+            over | {"reduce_dtype": reduce_dtype},
+            options,
+        )
         return TrainState(**contents.fields())
 
     @staticmethod
@@ -119,21 +149,32 @@ class TrainState(ReadableState):
         rules: Rules | None = None,
         stacked: Stacked | None = None,
         trainable: Any = None,
-        shards: int = 1,
+        mesh: Mesh | None = None,
+        data_axis: str | Sequence[str] = "data",
+        sharding: str = "replicated",
+        reduce_dtype: Any = None,
     ) -> "TrainState":
         """As `create(fn(), …)`, but made under jit, so that no second copy of the weights lives on.
 
         Args:
             fn: makes the parameters, `lambda: model.init(key, x)["params"]`.
-            optimizer, compute_dtype, rules, stacked, trainable, ema_extra, shards: as in `create`.
+            optimizer, compute_dtype, rules, stacked, trainable, ema_extra: as in `create`.
+            mesh, data_axis, sharding, reduce_dtype: as in `create`.
             has_extra: whether fn returns a pair (params, extra).
 
         Raises:
             TypeError, ValueError: as `create`.
         """
-        options = {"rules": rules, "stacked": stacked, "trainable": trainable, "shards": shards}
+        options = {"rules": rules, "stacked": stacked, "trainable": trainable}
+        over = {"mesh": mesh, "data_axis": data_axis, "sharding": sharding}
         contents = creation.from_function(
-            fn, optimizer, has_extra, ema_extra, compute_dtype, options
+            fn,
+            optimizer,
+            has_extra,
+            ema_extra,
+            compute_dtype,
+            over | {"reduce_dtype": reduce_dtype},
+            options,
         )
         return TrainState(**contents.fields())
 
@@ -161,9 +202,10 @@ class TrainState(ReadableState):
         self._check_single("apply_gradients")
         if isinstance(grads, Gradients):
             gradients.check_sums(self.spec, self.plan, grads, "grads")
-            buffers = self._buffers._replace(ints=gradients.counters(self.ints, grads))
-            buffers = step(self.spec, self.plan, buffers, grads.arenas, from_arena=True)
+            buffers = step(self.spec, self.plan, self._buffers, grads.arenas, grads.ints)
         else:
+            if self.plan.placement is None:
+                packed.refuse_sharded(grads, "grads")
             leaves = packed.match(self.plan, packed.canonical(grads), "grads")
             buffers = step(self.spec, self.plan, self._buffers, leaves)
         new = dataclasses.replace(self, **buffers._asdict())
@@ -171,7 +213,7 @@ class TrainState(ReadableState):
             check_like(self.extra, extra)
             bad = new.has_nan
             if isinstance(grads, Gradients):
-                bad |= grads.count == 0
+                bad |= new.step == self.step  # Sums of nothing update nothing.
             new = dataclasses.replace(new, extra=hold_back(self.extra, extra, bad))
         if self.ema_extra is not None:
             average = averages.follow_extra(new.floats, self.ema_extra, new.extra)
@@ -222,6 +264,8 @@ class TrainState(ReadableState):
                 f"sums: expected what zero_gradients gives, got a {type(sums).__name__}"
             )
         gradients.check_sums(self.spec, self.plan, sums, "sums")
+        if self.plan.placement is None:
+            packed.refuse_sharded(grads, "grads")
         leaves = packed.match(self.plan, packed.canonical(grads), "grads")
         return gradients.add(self.spec, sums, leaves)
 
@@ -239,14 +283,15 @@ class TrainState(ReadableState):
         new: dict[str, Any] = {}
         if params is not _KEEP:
             self._check_single("replace")
-            packed.refuse_sharded(params, "params")
-            params = packed.canonical(params)
+            params = packed.placed(self.plan, packed.canonical(params), "params")
             leaves = packed.match(self.plan, params, "params")
             new["weights"] = packed.pack(self.plan, leaves, backend=self.spec.backend)
             new["frozen"] = frozen_leaves.renewed(self.plan, self.frozen, params)
         if extra is not _KEEP:
             if self.ema_extra is not None:
                 check_like(self.extra, extra)
+            if self.plan.placement is not None:
+                extra = self.plan.placement.put(extra)
             new["extra"] = copy(extra)
         return dataclasses.replace(self, **new)
 
@@ -376,7 +421,7 @@ class TrainState(ReadableState):
         It goes on bit for bit as the one that was saved. Until the next call, `metrics` has 0 for
         what follows a schedule, and norms and trust ratios by leaf are those of a new state; with
         `accumulate`, "leaf_grad_norm" is 0 until the cycle ends. The plan may differ: regions,
-        masks, groups, `shards`, compute dtypes, the backend.
+        masks, groups, devices, compute dtypes, the backend.
 
         The checkpoint's numbers win. Where those of `like` differ, one warning through the
         package's logger says which, and `replace_hyperparams` sets them; what the checkpoint has no
@@ -393,8 +438,8 @@ class TrainState(ReadableState):
         Raises:
             TypeError: if like is not a state, or something is traced.
             ValueError: if a leaf is missing, unknown, of another shape or dtype, or sharded over
-                devices; names the paths. If the format has another version, or the moments are
-                another optimizer's.
+                devices where `like` has no mesh (there, take `to_leaves(host=True)`); names the
+                paths. If the format has another version, or the moments are another optimizer's.
         """
         if not isinstance(like, TrainState):
             is_around = isinstance(getattr(like, "core", None), TrainState)

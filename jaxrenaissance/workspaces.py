@@ -19,12 +19,17 @@ PARTIAL = 8192
 def workspace_size(layout: ArenaLayout) -> int:
     """The words of an arena's workspace."""
     partials = int((-(-layout.segments[:, 1] // PARTIAL)).sum())
-    return least_size(len(layout.segments)) + 2 * (partials - len(layout.segments))
+    return partials_start(len(layout.segments)) + 2 * partials
 
 
 def least_size(segments: int) -> int:
     """The words where every one of so many segments has a single sum."""
-    return (segments + 2) // 2 * 2 + 2 * segments
+    return partials_start(segments) + 2 * segments
+
+
+def partials_start(segments: int) -> int:
+    """The words before the sums."""
+    return (segments + 2) // 2 * 2
 
 
 def norm_dtype() -> np.dtype:

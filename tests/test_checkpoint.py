@@ -132,7 +132,12 @@ def test_leaves_are_what_the_state_says(trained):
     assert float(leaves["hyperparams"]["groups"]["layers/*"]["scale"]) == 0.5
 
 
-def test_the_host_cuts_the_same_leaves_from_one_transfer_a_buffer(trained, monkeypatch):
+@pytest.mark.parametrize("sharding", [None, "replicated", "zero1"])
+def test_the_host_cuts_the_same_leaves_from_one_transfer_a_buffer(sharding, trained, monkeypatch):
+    if sharding:
+        mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+        like = create(mesh=mesh, sharding=sharding)
+        trained = jr.TrainState.from_leaves(trained.to_leaves(host=True), like)
     fetched = []
 
     def device_get(tree):
@@ -171,23 +176,27 @@ def test_leaves_survive_the_donation_of_the_state(host):
 OTHER_PLANS = {
     "as before": {},
     "regions": {"rules": lambda path, _: jr.Region.W_BN_WEIGHT if "kernel" in path else None},
-    "padding": {"shards": 8},
+    "several devices": {"sharding": "zero1"},
     "compute dtype": {"compute_dtype": "bfloat16"},
     "stacked": {"stacked": {"layers/*": 1}},
 }
+REORDERED = ("regions", "several devices", "stacked")
 
 
 @pytest.mark.parametrize("abstract", [False, True])
 @pytest.mark.parametrize("plan", OTHER_PLANS)
 def test_a_state_goes_on_under_another_plan(plan, abstract, trained):
+    over = {"mesh": jax.make_mesh((len(jax.devices()),), ("data",))}
+
     def make():
-        return create(**OTHER_PLANS[plan])
+        options = OTHER_PLANS[plan]
+        return create(**options, **(over if "sharding" in options else {}))
 
     like = jax.eval_shape(make) if abstract else make()
     again = jr.TrainState.from_leaves(trained.to_leaves(host=True), like)
     assert again.static == like.static
     # Where other segments are in another order, the norm that clips adds up in another.
-    assert_goes_on_the_same(again, trained, rtol=1e-4 if plan in ("regions", "stacked") else 0)
+    assert_goes_on_the_same(again, trained, rtol=1e-4 if plan in REORDERED else 0)
 
 
 def test_a_state_goes_on_on_another_backend(trained, backend):

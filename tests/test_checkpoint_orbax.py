@@ -69,7 +69,8 @@ def test_standard_checkpointer(host, state, tmp_path):
 def test_files_without_ocdbt_and_another_plan(state, tmp_path):
     checkpointer = ocp.PyTreeCheckpointer(use_ocdbt=False)
     checkpointer.save(tmp_path / "run", state.to_leaves())
-    like = create(shards=4, compute_dtype="bfloat16")
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+    like = create(mesh=mesh, sharding="zero1", compute_dtype="bfloat16")
     again = jr.TrainState.from_leaves(checkpointer.restore(tmp_path / "run"), like)
     assert again.plan != state.plan
     assert_goes_on_the_same(again, state)

@@ -63,7 +63,7 @@ def test_plan_counts_what_the_optimizer_needs(capsys: pytest.CaptureFixture[str]
     assert total("--optimizer", "adamw") == 3 * one
     assert total("--optimizer", "adamw", "--ema") == 4 * one
     assert total("--optimizer", "adamw", "--ema", "--accumulate") == 5 * one
-    assert total("--optimizer", "sgd", "--shards", "8") % (8 * 128) == 0
+    assert one / 8 <= total("--optimizer", "sgd", "--shards", "8") <= 1.02 * one / 8
 
 
 def test_plan_options_select_leaves(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from plans import FULL, KEY, LORA, MASKED, Layer, Pair, array, check_invariants,
 
 from jaxrenaissance.models import MODELS, named_shapes
 from jaxrenaissance.plan import MemoryPlan, PlanConfig
-from jaxrenaissance.regions import BIAS_LIKE, W_REGIONS, WEIGHTS, Region
+from jaxrenaissance.regions import BIAS_LIKE, WEIGHTS, Region
 
 
 def test_layout_by_hand():
@@ -63,19 +63,19 @@ def test_stacked_leaf_has_a_segment_for_each_slice():
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
-def test_padding_for_shards(shards):
-    tree = {"w": array(7, 5), "b": array(5), "d": array(9, dtype=np.float64)}
+def test_each_of_several_devices_holds_whole_lines_of_every_leaf(shards):
+    tree = {"w": array(7, 50), "b": array(5), "d": array(9, dtype=np.float64)}
     plan = MemoryPlan.build(tree, shards=shards)
     check_invariants(plan, shards)
-    assert [arena.size for arena in plan.arenas] == [
-        -(-96 // (32 * shards)) * 32 * shards,
-        16 * shards,
+    line = {1: 350, 2: 192, 3: 128, 8: 64}[shards]
+    assert [arena.shapes for arena in plan.arenas] == [
+        ((5,), (7, 50)) if shards == 1 else ((32,), (line,)),
+        ((9,),) if shards == 1 else ((16,),),
     ]
-    # Where a leaf lies does not depend on the number of devices.
     one = MemoryPlan.build(tree)
-    assert plan.leaves == one.leaves
-    for region in W_REGIONS:
-        assert plan.region_range(region) == one.region_range(region)
+    assert (plan == one) == (shards == 1)
+    assert plan.num_parameters == one.num_parameters == 364
+    assert plan.padding_bytes == shards * plan.bytes() - 4 * 355 - 8 * 9
 
 
 @pytest.mark.parametrize("shards", [0, -1, 1.0, True, None])

@@ -2,13 +2,14 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import serialization, struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax.sharding import Mesh
 
 from .. import scalars, transform
 from .. import train_state as core_state
@@ -24,7 +25,19 @@ _KEEP: Any = object()
 # the declaration is taken back, or it would be a field beside the buffers.
 _OWN = frozenset({"batch_stats", "opt_state", "params", "step"})
 _RESERVED = frozenset(
-    {"compute_dtype", "compute_params", "ema_extra", "rules", "stacked", "trainable", "tx"}
+    {
+        "compute_dtype",
+        "compute_params",
+        "data_axis",
+        "ema_extra",
+        "mesh",
+        "reduce_dtype",
+        "rules",
+        "sharding",
+        "stacked",
+        "trainable",
+        "tx",
+    }
 )
 
 
@@ -147,6 +160,10 @@ class TrainState(_Extended, struct.PyTreeNode):
         trainable: Any = None,
         ema_extra: bool = False,
         opt_state: Any = None,
+        mesh: Mesh | None = None,
+        data_axis: str | Sequence[str] = "data",
+        sharding: str = "replicated",
+        reduce_dtype: Any = None,
         **fields: Any,
     ) -> Self:
         """A state that starts from these parameters, which are copied.
@@ -185,6 +202,10 @@ class TrainState(_Extended, struct.PyTreeNode):
             trainable=trainable,
             extra=packed,
             ema_extra=ema_extra,
+            mesh=mesh,
+            data_axis=data_axis,
+            sharding=sharding,
+            reduce_dtype=reduce_dtype,
         )
         return cls(core=core, apply_fn=apply_fn, **fields)
 

@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.tree_util as jtu
 from flax import nnx
 from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh
 
 from ..compute_dtypes import ComputeDtype
 from ..extra import copy
@@ -132,6 +134,10 @@ class NNXState(Wrapper):
         trainable: Any = None,
         ema_extra: bool = False,
         opt_state: Any = None,
+        mesh: Mesh | None = None,
+        data_axis: str | Sequence[str] = "data",
+        sharding: str = "replicated",
+        reduce_dtype: Any = None,
     ) -> "NNXState":
         """A state that starts from this model, whose arrays are copied: the model stays as it is.
 
@@ -150,6 +156,7 @@ class NNXState(Wrapper):
             ema_extra: whether the packed variables are averaged, too, likewise.
             opt_state: `optimizer.opt_state` of an `nnx.Optimizer` around optax's optimizer, where a
                 run moves here in mid-training: see `jr.from_optax`.
+            mesh, data_axis, sharding, reduce_dtype: as in `jr.TrainState.create`.
 
         Raises:
             TypeError: if the model is no module, or the optimizer not one of this package's.
@@ -174,6 +181,10 @@ class NNXState(Wrapper):
                 "rest": unflatten_dict(rest),
             },
             ema_extra=ema_extra,
+            mesh=mesh,
+            data_axis=data_axis,
+            sharding=sharding,
+            reduce_dtype=reduce_dtype,
         )
         paths = _Paths(*map(tuple, (trained, frozen, floats, rest)))
         return NNXState(core, _Template(graphdef, paths))

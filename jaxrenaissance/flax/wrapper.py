@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
+import jax.tree_util as jtu
 
 from ..gradients import Gradients
 from ..groups import Match
 from ..hyperparams import Number
 from ..optax_in import from_optax
+from ..placement import spec_of
 from ..train_state import TrainState
 from ..transform import Optimizer
 
@@ -56,6 +58,12 @@ class Wrapper:
 
     def _with(self, core: TrainState) -> Self:
         return dataclasses.replace(self, core=core)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def partition_specs(self) -> Self:
+        """How the state lies on its mesh: see `jr.TrainState.partition_specs`."""
+        specs = jtu.tree_map(spec_of, self)
+        return dataclasses.replace(specs, core=self.core.partition_specs)
 
     def with_ema(self) -> Self:
         """The state whose parameters are their moving average: see `jr.TrainState.with_ema`."""
