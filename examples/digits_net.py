@@ -13,12 +13,17 @@ import jaxrenaissance as jr
 class DigitsNet(nn.Module):
     """Images [n, 8, 8, 1] → logits [n, 10]; computes in the images' dtype."""
 
+    axis_name: str | None = None
+    """Of the devices in `jax.shard_map`, over all of which batch statistics are taken."""
+
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
         x, dtype = images, images.dtype
         for features, strides in ((16, 1), (32, 2), (64, 2)):
             x = nn.Conv(features, (3, 3), strides, use_bias=False, dtype=dtype)(x)
-            norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=dtype)
+            norm = nn.BatchNorm(
+                use_running_average=not train, momentum=0.9, dtype=dtype, axis_name=self.axis_name
+            )
             x = nn.relu(norm(x))
         return nn.Dense(10, dtype=dtype)(x.mean((1, 2)))
 
@@ -37,15 +42,14 @@ def init(seed: int, backend: str | None = None) -> tuple[Any, jr.Packed]:
     return variables["params"], jr.Packed(variables["batch_stats"], backend=backend)
 
 
-@jax.jit(donate_argnums=0)
-def train_step(
-    state: jr.TrainState, images: jax.Array, labels: jax.Array
+def step(
+    state: jr.TrainState, images: jax.Array, labels: jax.Array, model: DigitsNet = MODEL
 ) -> tuple[jr.TrainState, dict[str, jax.Array]]:
-    """One step of the optimizer, in place: the state that was given is used up."""
+    """One step of the optimizer."""
 
     def loss_fn(params: Any) -> tuple[jax.Array, Any]:
         variables = {"params": params, "batch_stats": state.extra.tree}
-        logits, updated = MODEL.apply(variables, images, train=True, mutable=["batch_stats"])
+        logits, updated = model.apply(variables, images, train=True, mutable=["batch_stats"])
         loss = cross_entropy(logits, labels)
         return state.scale_loss(loss), (loss, logits, updated["batch_stats"])
 
@@ -53,6 +57,10 @@ def train_step(
     # Where a NaN makes it skip this step, the batch statistics stay as they were, too.
     state = state.apply_gradients(grads, extra=state.extra.replace(batch_stats))
     return state, {"loss": loss, "accuracy": accuracy(logits, labels)}
+
+
+train_step = jax.jit(step, donate_argnums=0)
+"""In place: the state that was given is used up."""
 
 
 @jax.jit

@@ -15,17 +15,18 @@ def run_script(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedP
 
 def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """What Python prints and returns, given such arguments as "-m", "jaxrenaissance", "info"."""
-    # The checkout's package, as in the tests; a GPU's memory is mostly taken by the tests' process.
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
-    environment.pop("XLA_FLAGS", None)  # the several host devices are for the tests
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
     )
+
+
+def environment() -> dict[str, str]:
+    """Of a program of the checkout."""
+    # The checkout's package, as in the tests; a GPU's memory is mostly taken by the tests' process.
+    own = {"PYTHONPATH": str(ROOT), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    # The several host devices are for the tests.
+    return {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"} | own

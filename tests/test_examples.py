@@ -85,6 +85,26 @@ def test_large_batches_are_compared(tmp_path):
     assert all(0 < float(accuracy) < 1 for _, accuracy in rows)
 
 
+def test_devices_share_a_state_and_learn_the_same(tmp_path):
+    result = run_script("examples/data_parallel.py", "--epochs", "2", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "step/s" in result.stderr
+    assert result.stdout.startswith("8 devices (cpu), 22 steps of each form\n")
+    row = r"^(\w.*?)  +([\d,]+) +([\d.]+) +([\d.]+) +([01]\.\d{4})$"
+    rows = {
+        name: [float(x.replace(",", "")) for x in numbers]
+        for name, *numbers in re.findall(row, result.stdout, re.MULTILINE)
+    }
+    assert rows.keys() == {"replicated", "zero1", "zero1, shard_map"}
+    stored, _, loss, accuracy = rows["replicated"]
+    assert accuracy > 0.5
+    for name in rows.keys() - {"replicated"}:
+        # Besides an eighth, a line more of each of 11 leaves, and what is not cut.
+        assert stored / 8 < rows[name][0] < stored / 8 + 3 * 11 * 128 + 2048
+        assert rows[name][2] == pytest.approx(loss, abs=1e-3)
+        assert rows[name][3] == pytest.approx(accuracy, abs=1.5 / 360)
+
+
 @pytest.mark.parametrize(
     ("script", "epochs", "said"),
     [
