@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from conftest import NATIVE
-from scripts import run_script
+from scripts import ROOT, run_script
 
 
 def run_benchmark(name, *arguments, cwd):
@@ -58,6 +58,11 @@ def test_the_host_time_of_a_call_is_measured(tmp_path):
 
 
 @pytest.fixture
+def _on_the_host(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture
 def _compile_fast(monkeypatch):
     """XLA takes most of the time of a few small steps."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -88,3 +93,64 @@ def test_a_train_step_may_keep_its_leaves(tmp_path):
     drop_in, optax = run_benchmark("bench_train.py", *arguments, cwd=tmp_path)
     assert drop_in["side"] == "drop-in"
     np.testing.assert_allclose(drop_in["losses"], optax["losses"], rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_on_the_host", "_compile_fast")
+def test_the_optimizer_part_over_devices_is_two_collectives(tmp_path):
+    arguments = ("--quick", "--parts", "optimizer", "--dtypes", "bfloat16", "--devices", "2")
+    rows = run_benchmark("bench_sharded.py", *arguments, cwd=tmp_path)
+    assert {(row["dtype"], row["devices"]) for row in rows} == {("bfloat16", 2)}
+    by_side = {row["side"]: row for row in rows}
+    for sums in ("float32", "bfloat16"):
+        ours = by_side[f"ours zero1, {sums} sums"]
+        assert ours["collectives"] == "1 all-gather, 1 reduce-scatter"
+        bare, local = (by_side[f"{x}, {sums} sums"] for x in ("bare collectives", "local work"))
+        rest = ours["step_us"] - local["step_us"]
+        assert ours["collectives_us"] == pytest.approx(rest)
+        assert ours["of_bare_rate"] == pytest.approx(bare["step_us"] / rest)
+        assert by_side[f"ours replicated, {sums} sums"]["collectives"] == "1 all-reduce"
+        assert by_side[f"ours replicated, {sums} sums"]["state_share"] == pytest.approx(2)
+    assert ours["state_share"] == by_side["ours zero1, jit"]["state_share"] <= 1.02
+    steps = {side: row for side, row in by_side.items() if "optimizer_us" in row}
+    for row in steps.values():
+        gradients = by_side["gradients alone"]["step_us"]
+        assert row["optimizer_us"] == pytest.approx(row["step_us"] - gradients)
+    ratios = [row["ratio_to_best_optax"] for side, row in steps.items() if side.startswith("optax")]
+    assert max(ratios) == 1
+    update = rows[-1]
+    assert update["bytes_per_parameter"] == 28
+    assert update["copy_fraction"] > 0
+
+
+@pytest.mark.usefixtures("_on_the_host", "_compile_fast")
+def test_train_steps_over_devices_lose_alike(tmp_path):
+    sides = ["optax replicated", "ours zero1, jit", "ours zero1, bfloat16 sums"]
+    pattern = "|".join(f"^{side}$" for side in sides)
+    arguments = ("--quick", "--parts", "train", "--devices", "2", "--sides", pattern)
+    rows = run_benchmark("bench_sharded.py", *arguments, cwd=tmp_path)
+    assert [row["side"] for row in rows] == sides
+    assert rows[0]["ratio_to_best_optax"] == 1
+    for row in rows:
+        np.testing.assert_allclose(row["losses"], rows[0]["losses"], rtol=2e-3)
+        assert min(row["step_us"], row["state_mib"], row["collective_mib"]) > 0
+
+
+def test_collectives_are_counted_in_the_text_of_a_program(monkeypatch):
+    pytest.importorskip("flax")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from sharded_parts import crossing
+
+    one = """
+      %a = f32[4,8]{1,0} all-reduce(%x), to_apply=%add
+      %b = (f32[8]{0}, /*index=1*/bf16[8]{0:S(1)}) all-reduce-start(%x, %y), to_apply=%add
+      %c = (f32[8]{0}, bf16[8]{0}) all-reduce-done(%b)
+      %d = f32[2]{0} reduce-scatter(%x), dimensions={0}
+      %e = ((f32[8]{0}), f32[2]{0}) reduce-scatter-start(%x), dimensions={0}
+      ROOT %f = s32[4,1]{1,0} all-gather(%z), metadata={op_name="all-gather(x)"}
+      %g = (bf16[2]{0}, bf16[8]{0}) all-gather-start(%z), dimensions={0}
+      %h = f32[] add(%all-reduce, %b)
+    """
+    found = crossing(one, devices=4)
+    assert found.kinds == "2 all-gather, 2 all-reduce, 2 reduce-scatter"
+    assert found.nbytes == 128 + (32 + 16) + 32 + 32 + 16 + 16
+    assert crossing("%a = f32[] add(%b, %c)", devices=4) == ("", 0)
