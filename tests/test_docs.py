@@ -29,6 +29,15 @@ def test_python_code_runs(block):
     exec(compile(block, "block", "exec"), {})
 
 
+def test_the_table_of_many_devices_is_what_its_program_prints(capsys):
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    (program,) = [block for block in BLOCK.findall(page) if "MemoryPlan.build" in block]
+    exec(compile(program, "block", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 12
+    assert f"|---|---|---|---|---|---|---|---|\n{printed}\n" in page
+
+
 def test_the_readme_has_python_and_the_two_commands():
     text = (ROOT / "README.md").read_text()
     assert BLOCK.search(text)
