@@ -155,7 +155,7 @@ def test_slices_of_many_segments_at_odd_offsets(backend):
 
 @native_backends
 def test_an_index_outside_is_that_of_the_nearest_piece(backend):
-    layout, whole = layouts_of([(100,), (3,)], [0, 0], 3)
+    layout, whole = layouts_of([(180,), (3, 70)], [0, 1], 3)
     leaves = random_leaves(layout, np.random.default_rng(0))
     wanted = pieces_of(whole, leaves, 3)
     run = jax.jit(lambda i, x: ops.pack_piece(layout, x, i, shards=3, backend=backend))
