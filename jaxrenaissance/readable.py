@@ -54,9 +54,9 @@ class ReadableState:
         its own part of the batch, and `apply_gradients` their mean over all of them:
 
         >>> import jax, jax.numpy as jnp
-        >>> from jax.sharding import PartitionSpec as P
+        >>> from jax.sharding import AxisType, PartitionSpec as P
         >>> import jaxrenaissance as jr
-        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,))
         >>> optimizer = jr.sgd(0.5)
         >>> state = jr.TrainState.create({"w": jnp.ones(2)}, optimizer, mesh=mesh, sharding="zero1")
         >>> def local_step(state, batch):
