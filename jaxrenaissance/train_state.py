@@ -126,14 +126,19 @@ class TrainState(ReadableState):
                 an average of `extra`, and none of the weights.
         """
         options = {"rules": rules, "stacked": stacked, "trainable": trainable}
-        over = {"mesh": mesh, "data_axis": data_axis, "sharding": sharding}
+        over = {
+            "mesh": mesh,
+            "data_axis": data_axis,
+            "sharding": sharding,
+            "reduce_dtype": reduce_dtype,
+        }
         contents = creation.from_params(
             params,
             extra,
             optimizer,
             ema_extra,
             compute_dtype,
-            over | {"reduce_dtype": reduce_dtype},
+            over,
             options,
         )
         return TrainState(**contents.fields())
@@ -166,14 +171,19 @@ class TrainState(ReadableState):
             TypeError, ValueError: as `create`.
         """
         options = {"rules": rules, "stacked": stacked, "trainable": trainable}
-        over = {"mesh": mesh, "data_axis": data_axis, "sharding": sharding}
+        over = {
+            "mesh": mesh,
+            "data_axis": data_axis,
+            "sharding": sharding,
+            "reduce_dtype": reduce_dtype,
+        }
         contents = creation.from_function(
             fn,
             optimizer,
             has_extra,
             ema_extra,
             compute_dtype,
-            over | {"reduce_dtype": reduce_dtype},
+            over,
             options,
         )
         return TrainState(**contents.fields())
